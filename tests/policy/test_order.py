@@ -167,13 +167,21 @@ def test_only_a_much_shorter_prompt_interrupts_in_a_queue_of_levels() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_left_of_the_prompt_that_goes_first_is_known(policy: str) -> None:
     engine = Engine(policy, sched_batch=2)
-    assert engine.queue.first_tokens() == 0
+    assert engine.queue.first_tokens(has_place=True) == 0
     for index, tokens in enumerate((35, 4, 60, 12, 25)):
         engine.add(str(index), tokens)
-        left, first_tokens = dict(engine.left), engine.queue.first_tokens()
+        left, first_tokens = dict(engine.left), engine.queue.first_tokens(has_place=True)
         engine.step()
         took = engine.steps[-1]
         assert (first_tokens, min(first_tokens, 10)) in {(left[each], took[each]) for each in took}
+
+
+def test_the_order_of_waiting_prompts_is_open_until_one_may_start() -> None:
+    engine = Engine("sjf", sched_batch=2)
+    engine.add("long", 50)
+    assert engine.queue.first_tokens(has_place=False) == 0
+    engine.add("short", 1)
+    assert engine.queue.first_tokens(has_place=True) == 1
 
 
 def stream_of_short_ones(policy: str) -> Engine:

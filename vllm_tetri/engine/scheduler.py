@@ -254,7 +254,8 @@ class TetriScheduler(Scheduler):
         is here: vLLM admits none without tokens left."""
         decode_tokens = self._decode_tokens()
         lane = self.waiting.lane
-        first_tokens = lane.first_tokens() if decode_tokens else 0
+        has_place = len(self.running) < self.max_num_active_reqs and not self.gate.is_shut
+        first_tokens = lane.first_tokens(has_place=has_place) if decode_tokens else 0
         tokens = self.budget.tokens(self.running, decode_tokens, len(lane), first_tokens)
         # vLLM lets a request in that decodes at once only with all its drafts.
         num_fetched = sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))

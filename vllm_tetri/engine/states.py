@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MIDDLE = 0.6  # of the layers
+_NOT_THESE = ("do_not_compile", "_output_aux_hidden_states_kwargs")
 _MARK = "_tetri_states"
 _GIVES_OUT = "_tetri_gives_out"  # a runner whose model gives out a layer for us
 _log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ def middle_layer(config: VllmConfig) -> int | None:
         return None
     if not isinstance(config.additional_config, dict):
         return None
-    return int(MIDDLE * getattr(model.hf_text_config, "num_hidden_layers", 0)) or None
+    num_layers = getattr(model.hf_text_config, "num_hidden_layers", None)
+    return (int(MIDDLE * num_layers) or None) if isinstance(num_layers, int) else None
 
 
 def give_out_layer(runner: Any, config: VllmConfig) -> None:
@@ -108,11 +110,18 @@ def give_out_layer(runner: Any, config: VllmConfig) -> None:
     model: Any = None
     try:
         model = runner.get_model()
-        # One that is compiled itself is called past its hooks.
-        if not can_give_out_layers(model) or hasattr(model, "do_not_compile"):
+        # One that is compiled itself is called past its hooks; Transformers' own collect states
+        # by hooks that not all of their models have.
+        is_other = any(hasattr(model, each) for each in _NOT_THESE)
+        if is_other or not can_give_out_layers(model):
             return
         model.set_aux_hidden_state_layers((layer,))
         model.register_forward_hook(_with_others)
+        # vLLM's cache of compiled graphs must not confuse this one with the usual one. Models with
+        # several parts compile them with configurations of their own.
+        held = (config, *(getattr(each, "vllm_config", None) for each in _modules(model)))
+        for each in {id(one): one for one in held if one is not None}.values():
+            each.additional_config = {**each.additional_config, "tetri_layer": layer}
     except Exception as error:  # lengths are not worth an engine
         for each in _modules(model):
             if hasattr(each, "aux_hidden_state_layers"):
@@ -122,11 +131,6 @@ def give_out_layer(runner: Any, config: VllmConfig) -> None:
         return
     runner.use_aux_hidden_state_outputs = True
     setattr(runner, _GIVES_OUT, True)
-    # vLLM's cache of compiled graphs must not confuse this one with the usual one. Models with
-    # several parts compile them with configurations of their own.
-    held = [getattr(each, "vllm_config", None) for each in _modules(model)]
-    for each in {id(one): one for one in (config, *held) if one is not None}.values():
-        each.additional_config = {**each.additional_config, "tetri_layer": layer}
     _log.info("output lengths are predicted from the hidden states after layer %d", layer)
 
 

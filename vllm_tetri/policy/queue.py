@@ -105,11 +105,12 @@ class PromptQueue(Generic[R]):
             self.order_waiting(is_chunk_open=True)
         return self._waiting[self._scheduled[0].id]
 
-    def first_tokens(self) -> int:
-        """Return the tokens left of the prompt that goes first, 0 without any."""
-        if self.order.is_preemptive or not self.started:
+    def first_tokens(self, *, has_place: bool) -> int:
+        """Return the tokens left of the prompt that goes first, 0 without any; of started ones only
+        unless there is a place for another one, whose order is not settled before."""
+        if has_place and (self.order.is_preemptive or not self.started):
             self.order_waiting(is_chunk_open=not self.started)
-        entries = [*self.started.values(), *self._scheduled[:1]]
+        entries = [*self.started.values(), *self._scheduled[:has_place]]
         if self.order.is_preemptive:
             entries.sort(key=_key)
         return entries[0].remaining_tokens if entries else 0

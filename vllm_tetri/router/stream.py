@@ -275,16 +275,17 @@ class Output:
                 await self._http.writer.drain()
                 if self._reads_before_flow == 0:
                     await self._let_flow(response)
-                # Its last event is the client's; the end frees the connection for another request.
-                async with asyncio.timeout(_END_S if self.is_complete else None):
-                    goes_on = await response.pour(self._pass_on)
+                if self.is_complete:  # the rest frees the connection for another request
+                    with suppress(HttpError, TimeoutError):
+                        async with asyncio.timeout(_END_S):
+                            await response.pour(self._pass_on)
+                    break
+                goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
             await stream.write_eof()
             return stream
-        except (HttpError, ContinuationFailed, TimeoutError) as error:
-            if self.is_complete and self._response is not None:  # only the connection broke
-                return self._response
+        except (HttpError, ContinuationFailed) as error:
             lost = "connection lost: " if isinstance(error, HttpError) else ""
             raise InstanceFailed(instance.id, f"{lost}{error}") from error
         except ContinuationMismatch as error:

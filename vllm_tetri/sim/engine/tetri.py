@@ -227,7 +227,7 @@ class TetriInstance(Instance):
                 decode_context=self.batch.context_tokens,
                 num_prompts=num_prompts,
                 prompt_context=self.started[0].num_computed_tokens if self.started else 0,
-                first_tokens=self.queue.first_tokens(),
+                first_tokens=self.queue.first_tokens(has_place=self.has_place()),
             )
         else:
             chunk_tokens = self._sizes.alone(cost)
