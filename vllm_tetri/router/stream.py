@@ -314,8 +314,7 @@ class Output:
             self.is_complete = is_last
         self._reads_before_flow -= 1
         is_full, may_flow = self._http.protocol.writing_paused, self._reads_before_flow == 0
-        has_error = record is not None and record.error
-        return not (is_full or may_flow or has_error or self.is_complete)
+        return not (is_full or may_flow or self.is_complete or (record and record.error))
 
     async def _let_flow(self, response: HttpResponse) -> None:
         """Let the C++ core pass events on for as long as nothing else is to be done with them."""
