@@ -146,9 +146,10 @@ def by_predictor(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Return options of instances by predictor, having written those that only repeat."""
     known = "--tetri-predictor"
     found: dict[str, tuple[str, ...]] = {each: (known, each) for each in ("histogram", "oracle")}
+    rows = _rows(options.rows)
     for who in ("head", "classifier"):
         folder = options.folder.resolve() / who
-        replay.write(folder, said_by(who, _rows(options.rows)))
+        replay.write(folder, said_by(who, rows))
         found[who] = (known, str(folder))
     return found
 

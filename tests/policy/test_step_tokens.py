@@ -96,7 +96,7 @@ def test_no_other_chunk_costs_less_of_waiting_and_pauses(
 
 @given(st.integers(1, 2000), st.integers(0, 20_000))
 def test_no_other_number_of_equal_chunks_costs_less(chunk_tokens: int, prompt_tokens: int) -> None:
-    part = equal_part(chunk_tokens, prompt_tokens)
+    part = equal_part(chunk_tokens, prompt_tokens, 20_000)
     if prompt_tokens <= chunk_tokens:
         assert part == chunk_tokens
         return

@@ -119,8 +119,8 @@ def give_out_layer(runner: Any, config: VllmConfig) -> None:
         model.register_forward_hook(_with_others)
         # vLLM's cache of compiled graphs must not confuse this one with the usual one. Models with
         # several parts compile them with configurations of their own.
-        held = (config, *(getattr(each, "vllm_config", None) for each in _modules(model)))
-        for each in {id(one): one for one in held if one is not None}.values():
+        held = (getattr(each, "vllm_config", None) for each in _modules(model))
+        for each in filter(None, (config, *held)):
             each.additional_config = {**each.additional_config, "tetri_layer": layer}
     except Exception as error:  # lengths are not worth an engine
         for each in _modules(model):

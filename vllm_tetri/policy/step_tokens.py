@@ -86,9 +86,7 @@ class StepSizes:
             prompt_context=prompt_context,
         )
         room_tokens = max(1, self.most_tokens - decode_tokens)
-        part_tokens = equal_part(min(prompt_tokens, room_tokens), first_tokens)
-        if part_tokens > room_tokens:
-            part_tokens = -(-first_tokens // -(-first_tokens // room_tokens))
+        part_tokens = equal_part(min(prompt_tokens, room_tokens), first_tokens, room_tokens)
         return self._whole(decode_tokens, part_tokens + self.tile_tokens - 1)  # round up
 
     def next_chunk(
@@ -147,15 +145,16 @@ def slack_tokens(
     return bounded_tokens(cost, spent_s, prompt_context)
 
 
-def equal_part(chunk_tokens: int, prompt_tokens: int) -> int:
-    """Return the tokens of each of the equal chunks of about `chunk_tokens` that a prompt is cut
-    into; all of them if that is not shorter. Of x = prompt / chunk, k chunks wait and pause like
-    k + x²/k, which is least for the first k with k · (k + 1) ≥ x²."""
+def equal_part(chunk_tokens: int, prompt_tokens: int, most_tokens: int) -> int:
+    """Return the tokens of each of the equal chunks of about `chunk_tokens`, `most_tokens` at most,
+    that a prompt is cut into; `chunk_tokens` for a prompt that is no longer. With x = prompt /
+    chunk, k chunks wait and pause like k + x²/k, which is least for the first k with
+    k · (k + 1) ≥ x²."""
     if prompt_tokens <= chunk_tokens or chunk_tokens <= 0:
         return chunk_tokens
     ratio = prompt_tokens / chunk_tokens
     parts = ceil((sqrt(1 + 4 * ratio * ratio) - 1) / 2)
-    return -(-prompt_tokens // parts)
+    return -(-prompt_tokens // max(parts, -(-prompt_tokens // most_tokens)))
 
 
 def bounded_tokens(cost: StepCoefficients, left_s: float, prompt_context: int) -> int:

@@ -43,8 +43,8 @@ _SERVER_ERRORS = frozenset({500, 502, 503, 504})
 _ABORTED = "its engine aborted the request"
 
 _READS_BEFORE_FLOW = 2  # a response that comes at once is over by then
-_END_S = 1.0  # that an instance has for the end of its response, after the last event
 _READS_BEFORE_NEXT = 8  # after one that could not begin
+_END_S = 1.0  # that an instance has for the end of its response, after the last event
 
 _log = logging.getLogger(__name__)
 
