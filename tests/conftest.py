@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,41 @@ gc.set_threshold(50_000, 20, 100)
 
 # A shell starts its background jobs without it, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TICK_S, STILL_S = 0.2, 3.0
+
+
+class Watch(threading.Thread):
+    """Measures for how long this machine stood still. Virtual machines do, some for 30 s, and what
+    waits for another process then gives up without a defect."""
+
+    longest_s = 0.0
+
+    def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            time.sleep(TICK_S)
+            self.longest_s = max(self.longest_s, time.monotonic() - began - TICK_S)
+
+    def stood_still(self) -> bool:
+        """Return whether the running test was held up by that."""
+        return self.longest_s > STILL_S
+
+
+WATCH = Watch(name="watch", daemon=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that failed while the machine stood still is run once more."""
+    if config.pluginmanager.has_plugin("rerunfailures"):
+        WATCH.start()
+        for item in items:
+            item.add_marker(pytest.mark.flaky(reruns=1, condition=WATCH.stood_still))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    WATCH.longest_s = 0.0
 
 
 @pytest.fixture(scope="session", autouse=True)
