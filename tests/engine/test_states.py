@@ -83,13 +83,26 @@ def test_the_first_runner_shows_its_states_inside_of_a_step(
     assert reader is latest
 
 
-def test_states_are_read_of_the_layer_in_the_middle(tiny_llama: Path) -> None:
-    command = [sys.executable, "-m", "tests.engine.middle", str(tiny_llama)]
-    root = Path(__file__).parents[2]
+def middle(*words: str | Path) -> dict[str, list[float]]:
+    """What `tests.engine.middle` prints: numbers by name."""
+    command, root = [sys.executable, "-m", "tests.engine.middle", *words], Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = dict(re.findall(r"^(middle|last) (\S+)$", done.stdout, re.MULTILINE))
-    assert float(found["middle"]) == 0 < float(found["last"])
+    lines = re.findall(r"^(state|middle|last) (.+)$", done.stdout, re.MULTILINE)
+    return {name: [float(each) for each in values.split()] for name, values in lines}
+
+
+def test_states_are_read_of_the_layer_in_the_middle(tiny_llama: Path) -> None:
+    found = middle(tiny_llama)
+    assert found["middle"] == [0] < found["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_compiled_model_gives_out_the_same_states(tiny_llama: Path, tmp_path: Path) -> None:
+    expected = middle(tiny_llama)["state"]
+    assert middle(tiny_llama, tmp_path)["state"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert [*tmp_path.rglob("torch_compile_cache")]  # it was
 
 
 def config_with(**changes: Any) -> Any:
