@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <map>
 #include <optional>
 #include <utility>
 
@@ -133,10 +132,6 @@ struct PyOrder {
   }
 };
 
-using Blobs = std::map<std::string, py::bytes>;
-
-tetri::Offers to_offers(const Blobs& blobs) { return {blobs.begin(), blobs.end()}; }
-
 std::optional<tetri::Emulated> to_emulated(const std::optional<std::pair<double, double>>& link) {
   if (!link) return std::nullopt;
   return tetri::Emulated{link->first, tetri::from_seconds(link->second)};
@@ -209,7 +204,6 @@ void bind_layout(py::module_& module) {
       .def("part", &PyLayout::part, "first_page"_a, "num_pages"_a)
       .def("copy_rows", &PyLayout::copy_rows, "block_ids"_a, "memory"_a.noconvert(), "rows"_a,
            "to_blocks"_a)
-      .def_property_readonly("num_layers", [](const PyLayout& it) { return it.core->num_layers(); })
       .def_property_readonly("num_blocks", [](const PyLayout& it) { return it.core->num_blocks(); })
       .def_property_readonly("block_bytes",
                              [](const PyLayout& it) { return it.core->block_bytes(); })
@@ -260,31 +254,27 @@ void bind_receiver(py::module_& module) {
       .def_readonly("unclaimed", &ReceiverStats::unclaimed)
       .def_readonly("quarantined", &ReceiverStats::quarantined)
       .def_readonly("connections", &ReceiverStats::connections)
-      .def_readonly("threads", &ReceiverStats::threads)
       .def_readonly("arrived", &ReceiverStats::arrived)
       .def_readonly("expired", &ReceiverStats::expired)
-      .def_readonly("cancelled", &ReceiverStats::cancelled)
       .def_readonly("refused_full", &ReceiverStats::refused_full)
       .def_readonly("refused_identity", &ReceiverStats::refused_identity)
       .def_readonly("refused_unauthenticated", &ReceiverStats::refused_unauthenticated)
       .def_readonly("bad_frames", &ReceiverStats::bad_frames)
       .def_readonly("bytes_received", &ReceiverStats::bytes_received);
   py::class_<Receiver>(module, "Receiver")
-      .def(py::init([](uint64_t arena_bytes, const std::string& host, int port,
-                       const tetri::Identity& identity, double fill_timeout_s,
-                       double hold_timeout_s, uint32_t max_connections, const py::bytes& key,
-                       const Blobs& offers, bool has_host_memory) {
-             const std::string copied = key;
-             const tetri::Offers made = to_offers(offers);
-             const NoGil unlocked;
-             return std::make_unique<Receiver>(tetri::ReceiverOptions{
-                 arena_bytes, host, port, identity, tetri::from_seconds(fill_timeout_s),
-                 tetri::from_seconds(hold_timeout_s), max_connections, copied, made,
-                 has_host_memory});
-           }),
-           py::kw_only(), "arena_bytes"_a, "host"_a, "port"_a, "identity"_a, "fill_timeout_s"_a,
-           "hold_timeout_s"_a, "max_connections"_a = 4096, "key"_a = py::bytes(),
-           "offers"_a = Blobs(), "has_host_memory"_a = true)
+      .def(
+          py::init([](uint64_t arena_bytes, const std::string& host, int port,
+                      const tetri::Identity& identity, double fill_timeout_s, double hold_timeout_s,
+                      uint32_t max_connections, const py::bytes& key, bool has_host_memory) {
+            const std::string copied = key;
+            const NoGil unlocked;
+            return std::make_unique<Receiver>(tetri::ReceiverOptions{
+                arena_bytes, host, port, identity, tetri::from_seconds(fill_timeout_s),
+                tetri::from_seconds(hold_timeout_s), max_connections, copied, has_host_memory});
+          }),
+          py::kw_only(), "arena_bytes"_a, "host"_a = "127.0.0.1", "port"_a = 0, "identity"_a,
+          "fill_timeout_s"_a = 30.0, "hold_timeout_s"_a = 60.0, "max_connections"_a = 4096,
+          "key"_a = py::bytes(), "has_host_memory"_a = true)
       .def_property_readonly("endpoint", &Receiver::endpoint)
       .def_property_readonly("segment", &Receiver::segment)
       .def(
@@ -301,26 +291,14 @@ void bind_receiver(py::module_& module) {
       .def("release", &Receiver::release, "transfer"_a, Unlocked())
       .def("cancel", &Receiver::cancel, "transfer"_a, Unlocked())
       .def("abandon", &Receiver::abandon, "prefix"_a, "kept"_a, "reason"_a, Unlocked())
-      .def(
-          "receive",
-          [](Receiver& it, double timeout_s) -> std::optional<py::bytes> {
-            std::optional<std::string> message;
-            if (timeout_s > 0) {
-              const NoGil unlocked;
-              message = it.receive(tetri::from_seconds(timeout_s));
-            } else {  // an engine asks in every step, where giving the GIL back would cost 30 us
-              message = it.receive(tetri::Duration::zero());
-            }
-            if (!message) return std::nullopt;
-            return py::bytes(*message);
-          },
-          "timeout_s"_a)
+      .def("receive",
+           // With the GIL: an engine asks in every step, where giving it back would cost 30 us.
+           [](Receiver& it) -> std::optional<py::bytes> { return it.receive(); })
       .def("stats", &Receiver::stats, Unlocked())
       .def("close", &Receiver::close, Unlocked());
 }
 
 void bind_sender(py::module_& module) {
-  using tetri::SenderStats;
   py::class_<PyTransfer>(module, "Transfer")
       .def_property_readonly("name", [](const PyTransfer& it) { return it.core->name(); })
       .def_property_readonly("state", [](const PyTransfer& it) { return it.core->state(); })
@@ -360,14 +338,6 @@ void bind_sender(py::module_& module) {
           "failed", [](PyOrder& it, const std::string& text) { it.core->failed(text); }, "text"_a)
       .def("staged", &PyOrder::staged, "layout"_a)
       .def("is_done", [](const PyOrder& it) { return it.core->is_done(); });
-  py::class_<SenderStats>(module, "SenderStats")
-      .def_readonly("transfers", &SenderStats::transfers)
-      .def_readonly("peers", &SenderStats::peers)
-      .def_readonly("threads", &SenderStats::threads)
-      .def_readonly("done", &SenderStats::done)
-      .def_readonly("failed", &SenderStats::failed)
-      .def_readonly("cancelled", &SenderStats::cancelled)
-      .def_readonly("bytes_sent", &SenderStats::bytes_sent);
   py::class_<PySender>(module, "Sender")
       .def(py::init([](const tetri::Identity& identity, uint32_t rank, uint32_t num_ranks,
                        const std::vector<std::string>& links, uint32_t streams,
@@ -403,8 +373,6 @@ void bind_sender(py::module_& module) {
             it.core.exclude(endpoint, kind);
           },
           "endpoint"_a, "kind"_a, Unlocked())
-      .def(
-          "stats", [](PySender& it) { return it.core.stats(); }, Unlocked())
       .def("close", &PySender::close);
 }
 

@@ -250,12 +250,6 @@ def decode_config(raw: dict[str, Any]) -> TetriConfig:
         raise ConfigError(f"{option.flag} {shown}: must be {option.allowed}") from error
 
 
-def encode_config(config: TetriConfig) -> dict[str, Any]:
-    """The plain values of a config; `decode_config` reads them back."""
-    plain: dict[str, Any] = msgspec.to_builtins(config)
-    return plain
-
-
 def option_of(name: str) -> str:
     """The command line's word for a field."""
     return "--role" if name == "role" else "--tetri-" + file_key_of(name)

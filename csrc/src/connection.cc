@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "tetri/service.h"
 #include "tetri/sha256.h"
 
 namespace tetri {
@@ -22,11 +23,11 @@ constexpr char kCorrupt[] = "bytes changed on their way";
 
 }  // namespace
 
-Connection::Connection(uint64_t id, Fd fd, ArenaState& state, Sessions& sessions, TimePoint now)
+Connection::Connection(uint64_t id, Fd fd, ArenaState& state, Service& service, TimePoint now)
     : id_(id),
       fd_(std::move(fd)),
       state_(state),
-      sessions_(sessions),
+      service_(service),
       handshake_deadline_(now + kHandshakeTime),
       last_in_(now),
       last_out_(now) {
@@ -165,7 +166,7 @@ void Connection::handle_choice(const Frame& frame) {
 }
 
 void Connection::join(uint64_t session, TimePoint now) {
-  const Connection* control = sessions_.session(session);
+  const Connection* control = service_.session(session);
   if (control == nullptr || control->writes_shared()) throw FrameError("join of no session");
   writer_ = control->writer_;
   session_ = session;
@@ -319,7 +320,7 @@ void Connection::finish_payload(TimePoint now) {
   std::memcpy(&sum, tail_.data(), sizeof(sum));
   const bool gave_up = sum == kGaveUp;  // the reason follows on the control connection
   const bool corrupt = !discarding_ && !gave_up && sum != sum_of_frame(sum_);
-  Connection* control = sessions_.session(session_);
+  Connection* control = service_.session(session_);
   {
     const std::lock_guard lock(state_.mutex);
     state_.counters.bytes_received += length_;
@@ -359,14 +360,7 @@ void Connection::writable(TimePoint now) {
 }
 
 void Connection::flush(TimePoint now) {
-  size_t sent = 0;
-  while (sent < out_.size()) {
-    const size_t moved = send_some(fd_.get(), out_.data() + sent, out_.size() - sent);
-    if (moved == 0) break;
-    sent += moved;
-    last_out_ = now;
-  }
-  out_.erase(0, sent);
+  if (send_queued(fd_.get(), &out_) > 0) last_out_ = now;
 }
 
 void Connection::refuse(const std::string& reason, TimePoint now) {

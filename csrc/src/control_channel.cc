@@ -9,16 +9,6 @@ void ControlChannel::send(const std::string& frame) {
   flush();
 }
 
-void ControlChannel::flush() {
-  size_t sent = 0;
-  while (sent < out_.size()) {
-    const size_t moved = send_some(fd_.get(), out_.data() + sent, out_.size() - sent);
-    if (moved == 0) break;
-    sent += moved;
-  }
-  out_.erase(0, sent);
-}
-
 void ControlChannel::receive() {
   uint8_t buffer[65536];
   const size_t got = receive_some(fd_.get(), buffer, sizeof(buffer));

@@ -22,13 +22,6 @@ class MovedLink : public Link {
   void read(const Grant&, ReadOpPtr op, uint64_t) override { op->settle(Status::kInvalid); }
   void cancel(const Transfer&) override {}
   bool pump() override { return false; }
-  std::vector<WriteOpPtr> take_completed() override { return std::exchange(completed_, {}); }
-  void watch(std::vector<pollfd>*) const override {}
-  void ready(const pollfd&) override {}
-  void read_data(ReadData) override {}
-
- private:
-  std::vector<WriteOpPtr> completed_;
 };
 
 std::string joined(const std::vector<std::string>& words) {
@@ -55,10 +48,11 @@ class Dial {
     session.control = connect(false);
     ControlChannel& control = *session.control;
     const Proven proven = prove(control, options_.key, endpoint_, deadline_, cancel_fd_);
-    const std::string hello = introduce(control);
+    const Hello hello{options_.identity, options_.rank, options_.num_ranks, boot_id()};
+    control.send(encode(hello));
     Welcome welcome = decode<Welcome>(control.expect(deadline_, cancel_fd_));
     const std::string mac = std::exchange(welcome.mac, "");
-    const std::string agreed = hello + body_of(welcome);
+    const std::string agreed = body_of(hello) + body_of(welcome);
     if (!equal_in_constant_time(mac, mac_of(proven, Side::kReceiver, agreed))) {
       throw LinkError(Status::kRefused,
                       name_ + ": frames of the handshake were changed on their way");
@@ -83,16 +77,6 @@ class Dial {
     auto channel = std::make_unique<ControlChannel>(connect_to(endpoint_, deadline_, cancel_fd_));
     tune(channel->fd(), for_data, true);
     return channel;
-  }
-
-  std::string introduce(ControlChannel& control) const {
-    Hello hello;
-    hello.identity = options_.identity;
-    hello.rank = options_.rank;
-    hello.num_ranks = options_.num_ranks;
-    hello.boot_id = boot_id();
-    control.send(encode(hello));
-    return body_of(hello);
   }
 
   std::string choose(const Welcome& welcome) {

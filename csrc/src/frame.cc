@@ -40,8 +40,9 @@ Header parse_header(const uint8_t* bytes) {
   std::memcpy(&header, bytes, sizeof(header));
   if (header.magic != kMagic) throw FrameError("not a frame of this protocol");
   if (header.version != kVersion) {
-    throw VersionError("protocol version: here " + std::to_string(header.version) + ", there " +
-                       std::to_string(kVersion) + "; install the same vllm-tetri on both sides");
+    throw FrameError("a frame of protocol version " + std::to_string(header.version) +
+                     ", and this side speaks " + std::to_string(kVersion) +
+                     "; install the same vllm-tetri on both sides");
   }
   if (header.type < static_cast<uint16_t>(Type::kHello) ||
       header.type > static_cast<uint16_t>(Type::kProgress)) {
@@ -104,22 +105,18 @@ std::string_view Decoder::cut(size_t bytes) {
 
 bool FrameParser::next(Frame* frame) {
   const size_t available = buffer_.size() - begin_;
-  if (available < kHeaderSize) {
-    buffer_.erase(0, begin_);
-    begin_ = 0;
-    return false;
+  if (available >= kHeaderSize) {
+    const Header header = parse_header(reinterpret_cast<const uint8_t*>(buffer_.data()) + begin_);
+    if (header.type == Type::kData) throw FrameError("data on a control connection");
+    if (available >= kHeaderSize + header.length) {
+      *frame = {header.type, buffer_.substr(begin_ + kHeaderSize, header.length)};
+      begin_ += kHeaderSize + header.length;
+      return true;
+    }
   }
-  const auto* bytes = reinterpret_cast<const uint8_t*>(buffer_.data()) + begin_;
-  const Header header = parse_header(bytes);
-  if (header.type == Type::kData) throw FrameError("data on a control connection");
-  if (available < kHeaderSize + header.length) {
-    buffer_.erase(0, begin_);
-    begin_ = 0;
-    return false;
-  }
-  *frame = {header.type, buffer_.substr(begin_ + kHeaderSize, header.length)};
-  begin_ += kHeaderSize + header.length;
-  return true;
+  buffer_.erase(0, begin_);
+  begin_ = 0;
+  return false;
 }
 
 std::string printable(std::string_view text) {

@@ -82,12 +82,15 @@ Fd listen_on(const std::string& host, int port) {
 
 namespace {
 
-std::string text_of(sockaddr_storage& address, socklen_t length, int result) {
+std::string endpoint_of(int fd, int (*ask)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof(storage);
+  auto* address = reinterpret_cast<sockaddr*>(&storage);
   char host[NI_MAXHOST];
   char port[NI_MAXSERV];
-  if (result != 0 ||
-      ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host, sizeof(host), port,
-                    sizeof(port), NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+  if (ask(fd, address, &length) != 0 ||
+      ::getnameinfo(address, length, host, sizeof(host), port, sizeof(port),
+                    NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
     throw LinkError(Status::kPeerLost, "cannot read the address of the receiver");
   }
   const std::string name = host;
@@ -96,38 +99,33 @@ std::string text_of(sockaddr_storage& address, socklen_t length, int result) {
 
 }  // namespace
 
-std::string local_endpoint(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof(address);
-  const int result = ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  return text_of(address, length, result);
-}
-
-std::string remote_endpoint(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof(address);
-  const int result = ::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  return text_of(address, length, result);
-}
+std::string local_endpoint(int fd) { return endpoint_of(fd, ::getsockname); }
+std::string remote_endpoint(int fd) { return endpoint_of(fd, ::getpeername); }
 
 Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd) {
   const Addresses addresses = resolve(endpoint.host, endpoint.port, false);
   const std::string where = endpoint.host + ":" + endpoint.port;
-  int error = ECONNREFUSED;
+  int error = ECONNREFUSED, left = 0;
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    ++left;
+  }
+  // Each gets its part of the time: one may be of a network that swallows everything.
+  for (const addrinfo* address = addresses.get(); left > 0; address = address->ai_next, --left) {
     Fd fd = new_socket(*address);
     if (!fd) fail(Status::kPeerLost, "cannot create a socket", errno);
     set(fd.get(), SOL_SOCKET, SO_SNDBUF, kDataBuffer);
     if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return fd;
     error = errno;
     if (error != EINPROGRESS) continue;
-    if (!wait_for(fd.get(), POLLOUT, deadline, cancel_fd)) {
-      throw LinkError(Status::kTimeout, "no connection to " + where + " in time");
-    }
+    const TimePoint now = Clock::now();
+    error = ETIMEDOUT;
+    if (!wait_for(fd.get(), POLLOUT, now + (deadline - now) / left, cancel_fd)) continue;
     socklen_t length = sizeof(error);
     ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error == 0) return fd;
   }
+  if (error == ETIMEDOUT)
+    throw LinkError(Status::kTimeout, "no connection to " + where + " in time");
   fail(Status::kPeerLost, "cannot connect to " + where, error);
 }
 
@@ -157,9 +155,24 @@ size_t receive_some(int fd, void* buffer, size_t length) {
 
 size_t send_some(int fd, const void* buffer, size_t length) {
   const ssize_t moved = ::send(fd, buffer, length, MSG_NOSIGNAL);
+  return moved_or_throw(moved, errno);
+}
+
+size_t moved_or_throw(ssize_t moved, int error) {
   if (moved >= 0) return static_cast<size_t>(moved);
-  if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return 0;
-  fail(Status::kPeerLost, "connection lost", errno);
+  if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return 0;
+  fail(Status::kPeerLost, "connection lost", error);
+}
+
+size_t send_queued(int fd, std::string* queued) {
+  size_t sent = 0;
+  while (sent < queued->size()) {
+    const size_t moved = send_some(fd, queued->data() + sent, queued->size() - sent);
+    if (moved == 0) break;
+    sent += moved;
+  }
+  queued->erase(0, sent);
+  return sent;
 }
 
 bool wait_for(int fd, short events, TimePoint deadline, int cancel_fd) {

@@ -24,9 +24,7 @@ bool Order::begin() {
 }
 
 bool Order::live() const {
-  if (!route_->segment) return true;
-  const ControlWord& word = route_->segment->control()[grant_.control];
-  return word.live.load(std::memory_order_seq_cst) == grant_.generation;
+  return !route_->segment || route_->segment->control()[grant_.control].is_of(grant_.generation);
 }
 
 void Order::placed() {

@@ -172,12 +172,8 @@ void Peer::open(const TransferPtr& transfer) {
   Entry& entry = entries_[request];
   entry.transfer = transfer;
   requests_[transfer.get()] = request;
-  Open wanted;
-  wanted.request = request;
-  wanted.transfer = transfer->name();
-  wanted.num_blocks = transfer->num_blocks();
-  wanted.block_bytes = transfer->block_bytes();
-  session_.control->send(encode(wanted));
+  session_.control->send(
+      encode(Open{request, transfer->name(), transfer->num_blocks(), transfer->block_bytes()}));
 }
 
 void Peer::apply_granted(Entry& entry, Command& command) {
@@ -206,10 +202,6 @@ void Peer::finish_if_ready(Entry& entry) {
 void Peer::turn() {
   const bool busy = session_.link->pump();
   collect_completed();
-  wait_and_receive(busy);
-}
-
-void Peer::wait_and_receive(bool busy) {
   ControlChannel& control = *session_.control;
   const short events = control.wants_write() ? POLLIN | POLLOUT : POLLIN;
   std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}, {control.fd(), events, 0}};

@@ -32,11 +32,10 @@ static_assert(kNonceBytes == kDigestBytes, "challenges and proofs are frames of 
 
 }  // namespace
 
-const std::string& checked_key(const std::string& key) {
+void check_key(const std::string& key) {
   if (!key.empty() && key.size() != kKeyBytes) {
     throw std::invalid_argument("a key has " + std::to_string(kKeyBytes) + " bytes, or none");
   }
-  return key;
 }
 
 std::string make_nonce() {

@@ -29,8 +29,7 @@ const ReceiverOptions& checked(const ReceiverOptions& options) {
   if (options.port < 0 || options.port > 65535) {
     throw std::invalid_argument("port must be between 0 and 65535");
   }
-  checked_key(options.key);
-  check_offers(options.offers);
+  check_key(options.key);
   if (!options.has_host_memory && options.arena_bytes == 0) {
     throw std::invalid_argument("arena_bytes is the size of the caller's memory, not 0");
   }
@@ -102,13 +101,8 @@ void Receiver::abandon(const std::string& prefix, const std::vector<std::string>
   signal_event(state_.wake.get());
 }
 
-std::optional<std::string> Receiver::receive(Duration timeout) {
-  std::unique_lock lock(state_.mutex);
-  // Waiting for no time at all still is a system call, which an engine would do every step.
-  if (timeout > Duration::zero()) {
-    state_.changed.wait_for(lock, timeout,
-                            [&] { return !state_.messages.empty() || state_.closing; });
-  }
+std::optional<std::string> Receiver::receive() {
+  const std::lock_guard lock(state_.mutex);
   if (state_.messages.empty()) return std::nullopt;
   std::string message = std::move(state_.messages.front());
   state_.messages.pop_front();
@@ -118,25 +112,18 @@ std::optional<std::string> Receiver::receive(Duration timeout) {
 ReceiverStats Receiver::stats() {
   const std::lock_guard lock(state_.mutex);
   const SlotTable& table = state_.table;
-  const TableCounters& counters = table.counters();
-  ReceiverStats stats;
+  ReceiverStats stats{table.counters(), state_.counters};
   stats.arena_total_bytes = table.total_bytes();
-  stats.arena_used_bytes = state_.closing ? 0 : table.used_bytes();
-  stats.quarantined_bytes = state_.closing ? 0 : table.quarantined_bytes();
-  stats.slots = state_.closing ? 0 : table.num_slots();
-  stats.filling = state_.closing ? 0 : table.num_slots(SlotState::kFilling);
-  stats.unclaimed = state_.closing ? 0 : table.num_slots(SlotState::kArrived);
-  stats.quarantined = state_.closing ? 0 : table.num_quarantined();
-  stats.connections = state_.closing ? 0 : state_.counters.connections;
-  stats.threads = state_.closing ? 0 : 1;
-  stats.arrived = counters.arrived;
-  stats.expired = counters.expired;
-  stats.cancelled = counters.cancelled;
-  stats.refused_full = counters.refused_full;
-  stats.refused_identity = state_.counters.refused_identity;
-  stats.refused_unauthenticated = state_.counters.refused_unauthenticated;
-  stats.bad_frames = state_.counters.bad_frames;
-  stats.bytes_received = state_.counters.bytes_received;
+  if (state_.closing) {
+    stats.connections = 0;
+    return stats;
+  }
+  stats.arena_used_bytes = table.used_bytes();
+  stats.quarantined_bytes = table.quarantined_bytes();
+  stats.slots = table.num_slots();
+  stats.filling = table.num_slots(SlotState::kFilling);
+  stats.unclaimed = table.num_slots(SlotState::kArrived);
+  stats.quarantined = table.num_quarantined();
   return stats;
 }
 

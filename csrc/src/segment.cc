@@ -159,7 +159,7 @@ struct Segment::Toucher {
 // The owner stores `live` before it looks at `holders`: one of both sees the other.
 bool ControlWord::hold(uint64_t generation) {
   holders.fetch_add(1, std::memory_order_seq_cst);
-  if (generation != 0 && live.load(std::memory_order_seq_cst) == generation) return true;
+  if (generation != 0 && is_of(generation)) return true;
   let_go();
   return false;
 }

@@ -17,7 +17,7 @@ SenderOptions checked(SenderOptions options) {
     throw std::invalid_argument("rank must be below num_ranks, and num_ranks at most " +
                                 std::to_string(kMaxRanks));
   }
-  checked_key(options.key);
+  check_key(options.key);
   if (options.links.empty()) throw std::invalid_argument("links names at least one kind of link");
   for (const std::string& kind : options.links) {
     if (kind.empty() || kind.size() > kMaxKindBytes || kind != printable(kind)) {
@@ -58,10 +58,6 @@ TransferPtr Sender::open(const std::string& endpoint, const std::string& transfe
   const std::lock_guard lock(mutex_);
   const std::shared_ptr<Peer> receiver = peer(endpoint);
   auto opened = std::make_shared<Transfer>(shared_, receiver, transfer, num_blocks, block_bytes);
-  {
-    const std::lock_guard counting(shared_->mutex);
-    ++shared_->active;
-  }
   if (!receiver || !receiver->post({Command::Kind::kOpen, opened, nullptr, nullptr, nullptr})) {
     opened->fail(Status::kClosed, "the sender was closed");
   }
@@ -120,26 +116,11 @@ void Sender::exclude(const std::string& endpoint, const std::string& kind) {
 
 bool Sender::wait(Duration timeout) {
   std::unique_lock lock(shared_->mutex);
-  const auto settled = [&] { return shared_->done + shared_->failed + shared_->cancelled; };
-  shared_->changed.wait_for(lock, timeout,
-                            [&] { return settled() != seen_settled_ || shared_->closed; });
-  const bool news = settled() != seen_settled_;
-  seen_settled_ = settled();
+  const auto has_news = [&] { return shared_->settled != seen_settled_; };
+  shared_->changed.wait_for(lock, timeout, [&] { return has_news() || shared_->closed; });
+  const bool news = has_news();
+  seen_settled_ = shared_->settled;
   return news;
-}
-
-SenderStats Sender::stats() {
-  const std::lock_guard lock(mutex_);
-  SenderStats stats;
-  for (const auto& entry : peers_) stats.peers += entry.second->retired() ? 0 : 1;
-  stats.threads = stats.peers;
-  stats.bytes_sent = shared_->bytes_sent.load();
-  const std::lock_guard counting(shared_->mutex);
-  stats.transfers = shared_->active;
-  stats.done = shared_->done;
-  stats.failed = shared_->failed;
-  stats.cancelled = shared_->cancelled;
-  return stats;
 }
 
 void Sender::close() {

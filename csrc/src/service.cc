@@ -98,11 +98,10 @@ void Service::accept_some(TimePoint now) {
     }
     if (!make_room(now)) continue;  // closes it
     tune(fd.get(), false, false);
-    Sessions& sessions = *this;
     const uint64_t id = next_id_++;
     std::unique_ptr<Connection> connection;
     try {
-      connection = std::make_unique<Connection>(id, std::move(fd), state_, sessions, now);
+      connection = std::make_unique<Connection>(id, std::move(fd), state_, *this, now);
       control_epoll(epoll_.get(), EPOLL_CTL_ADD, connection->fd(), EPOLLIN, id);
     } catch (const LinkError&) {  // out of memory, or of watches
       return pause_accepting(now + kAcceptPause);

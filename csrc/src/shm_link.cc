@@ -49,11 +49,6 @@ class ShmLink : public Link {
     return !jobs_.empty();
   }
 
-  std::vector<WriteOpPtr> take_completed() override { return std::exchange(completed_, {}); }
-  void watch(std::vector<pollfd>*) const override {}
-  void ready(const pollfd&) override {}
-  void read_data(ReadData) override {}
-
  private:
   struct Job {
     Grant grant;
@@ -61,11 +56,6 @@ class ShmLink : public Link {
     ReadOpPtr read;
     uint64_t next_block;
   };
-
-  bool live(const Grant& grant) const {
-    const ControlWord& word = segment_->control()[grant.control];
-    return word.live.load(std::memory_order_seq_cst) == grant.generation;
-  }
 
   void finish(const Job& job, Status status) {
     if (job.write) completed_.push_back(job.write);
@@ -81,17 +71,17 @@ class ShmLink : public Link {
       finish(job, Status::kOk);
       return true;
     }
-    std::atomic<uint64_t>& progress = segment_->control()[job.grant.control].progress;
+    ControlWord& word = segment_->control()[job.grant.control];
     const uint64_t block_bytes = op.layout->block_bytes();
     uint8_t* target = segment_->data() + job.grant.offset + op.begin();
     uint64_t copied = 0;
     bool ended = false;
     while (job.next_block < op.ids.size() && copied < budget) {
-      ended = op.transfer->stopped() || !live(job.grant);
+      ended = op.transfer->stopped() || !word.is_of(job.grant.generation);
       if (ended) break;
       op.layout->gather_block(static_cast<uint64_t>(op.ids[job.next_block]),
                               target + job.next_block * block_bytes);
-      progress.fetch_add(1, std::memory_order_release);
+      word.progress.fetch_add(1, std::memory_order_release);
       copied += op.layout->payload_bytes();
       ++job.next_block;
     }
@@ -104,13 +94,15 @@ class ShmLink : public Link {
   bool copy_back(Job& job) {
     ReadOp& op = *job.read;
     Status result = Status::kStale;
-    if (is_inside(*segment_, job.grant, op.begin(), op.bytes()) && live(job.grant)) {
+    const Grant& grant = job.grant;
+    const auto is_live = [&] { return segment_->control()[grant.control].is_of(grant.generation); };
+    if (is_inside(*segment_, grant, op.begin(), op.bytes()) && is_live()) {
       const std::lock_guard lock(op.mutex);
       if (!op.abandoned) {
-        op.layout->scatter_range(op.ids, 0, segment_->data() + job.grant.offset + op.begin(),
+        op.layout->scatter_range(op.ids, 0, segment_->data() + grant.offset + op.begin(),
                                  op.bytes());
       }
-      if (live(job.grant)) result = Status::kOk;
+      if (is_live()) result = Status::kOk;
     }
     job.next_block = op.ids.size();
     finish(job, result);
@@ -119,7 +111,6 @@ class ShmLink : public Link {
 
   const std::shared_ptr<const Segment> segment_;
   std::deque<Job> jobs_;
-  std::vector<WriteOpPtr> completed_;
 };
 
 }  // namespace

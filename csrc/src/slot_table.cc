@@ -25,11 +25,7 @@ std::string seconds_text(Duration duration) {
 }
 
 Opened answer(const Open& wanted, Status status, std::string error) {
-  Opened opened;
-  opened.request = wanted.request;
-  opened.status = static_cast<uint32_t>(status);
-  opened.error = std::move(error);
-  return opened;
+  return {wanted.request, static_cast<uint32_t>(status), 0, 0, 0, std::move(error)};
 }
 
 }  // namespace
@@ -136,7 +132,6 @@ SlotTable::Record* SlotTable::create(const std::string& name, uint64_t num_block
   record.slot.rank_bytes = rank_bytes;
   record.slot.num_ranks = num_ranks;
   record.slot.generation = next_generation();
-  record.place = *place;
   record.bytes = allocator_.size_of(*place);
   record.control = free_controls_.back();
   free_controls_.pop_back();
@@ -167,10 +162,9 @@ SlotTable::Writer* SlotTable::writer_of(Record& record, const WriterId& id) {
 }
 
 std::optional<uint64_t> SlotTable::writable(uint64_t generation, const WriterId& id,
-                                            uint64_t offset, uint64_t length) const {
-  auto* self = const_cast<SlotTable*>(this);
-  Record* record = self->filling(generation);
-  const Writer* writer = record == nullptr ? nullptr : self->writer_of(*record, id);
+                                            uint64_t offset, uint64_t length) {
+  Record* record = filling(generation);
+  const Writer* writer = record == nullptr ? nullptr : writer_of(*record, id);
   if (writer == nullptr || writer->state != WriterState::kWriting) return std::nullopt;
   const uint64_t rank_bytes = record->slot.rank_bytes;
   if (offset > rank_bytes || length > rank_bytes - offset) {
@@ -239,7 +233,6 @@ void SlotTable::cancelled_by_sender(const Cancel& cancel, const WriterId& id, Ti
   stopped(cancel.generation, id);
   Record* record = filling(cancel.generation);
   if (record == nullptr || writer_of(*record, id) == nullptr) return;
-  ++counters_.cancelled;
   const std::string name = record->slot.transfer;
   // Other ranks hear that the slot is of no use any more, not that their request was cancelled.
   end(cancel.generation, Status::kStale, "the sender cancelled it: " + printable(cancel.reason),
@@ -325,7 +318,6 @@ void SlotTable::cancel(const std::string& transfer, TimePoint now) {
   if (named == names_.end()) return;
   const uint64_t generation = named->second;
   if (slots_.at(generation).slot.state == SlotState::kTaken) return;
-  ++counters_.cancelled;
   end(generation, Status::kCancelled, "", now);
 }
 
@@ -339,10 +331,7 @@ void SlotTable::abandon(const std::string& prefix, const std::unordered_set<std:
       ending.push_back(generation);
     }
   }
-  for (const uint64_t generation : ending) {
-    ++counters_.cancelled;
-    end(generation, Status::kCancelled, reason, now);
-  }
+  for (const uint64_t generation : ending) end(generation, Status::kCancelled, reason, now);
 }
 
 size_t SlotTable::num_slots(SlotState state) const {
@@ -439,25 +428,17 @@ void SlotTable::end(uint64_t generation, Status status, const std::string& error
 void SlotTable::free_if_stopped(uint64_t generation) {
   const auto found = slots_.find(generation);
   if (found == slots_.end() || !found->second.quarantined) return;
-  for (const Writer& writer : found->second.writers) {
+  const Record& record = found->second;
+  for (const Writer& writer : record.writers) {
     if (writer.state == WriterState::kWriting) return;
   }
-  if (found->second.unsafe_until != TimePoint{}) return schedule(found->second.unsafe_until);
-  if (control_[found->second.control].holders.load(std::memory_order_seq_cst) != 0) {
+  if (record.unsafe_until != TimePoint{}) return schedule(record.unsafe_until);
+  if (control_[record.control].holders.load(std::memory_order_seq_cst) != 0) {
     return schedule(TimePoint{});  // `expire` looks again
   }
-  quarantined_bytes_ -= found->second.bytes;
-  forget(generation);
-}
-
-void SlotTable::forget(uint64_t generation) {
-  const auto found = slots_.find(generation);
-  Record& record = found->second;
-  control_[record.control].live.store(0, std::memory_order_seq_cst);
+  quarantined_bytes_ -= record.bytes;
   free_controls_.push_back(record.control);
-  allocator_.free(record.place);
-  const auto named = names_.find(record.slot.transfer);
-  if (named != names_.end() && named->second == generation) names_.erase(named);
+  allocator_.free(record.slot.offset - origin_);
   slots_.erase(found);
 }
 

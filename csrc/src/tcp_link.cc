@@ -102,8 +102,6 @@ class TcpLink : public Link {
     return more || (!queue_.empty() && has_room());
   }
 
-  std::vector<WriteOpPtr> take_completed() override { return std::exchange(completed_, {}); }
-
   void watch(std::vector<pollfd>* fds) const override {
     for (const Stream& stream : streams_) {
       const short events = stream.blocked ? POLLIN | POLLOUT : POLLIN;
@@ -244,15 +242,7 @@ class TcpLink : public Link {
       const uint64_t sum = stream.gave_up ? kGaveUp : sum_of_frame(stream.sum);
       std::memcpy(stream.tail.data(), &sum, sizeof(sum));
     }
-    const ssize_t sent = ::send(stream.fd.get(), stream.tail.data() + begin,
-                                stream.tail.size() - begin, MSG_NOSIGNAL);
-    return moved_or_throw(sent, errno);
-  }
-
-  static size_t moved_or_throw(ssize_t sent, int error) {
-    if (sent >= 0) return static_cast<size_t>(sent);
-    if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return 0;
-    throw LinkError(Status::kPeerLost, std::string("data connection: ") + std::strerror(error));
+    return send_some(stream.fd.get(), stream.tail.data() + begin, stream.tail.size() - begin);
   }
 
   void complete(const Job& job, uint64_t bytes) {
@@ -276,7 +266,6 @@ class TcpLink : public Link {
   std::unordered_map<const WriteOp*, uint64_t> left_;  // bytes not yet sent
   std::unordered_map<uint64_t, ReadOpPtr> reads_;
   uint64_t next_read_ = 1;
-  std::vector<WriteOpPtr> completed_;
 };
 
 }  // namespace

@@ -55,8 +55,6 @@ Transfer::Transfer(std::shared_ptr<SenderShared> shared, std::shared_ptr<Peer> p
       open_deadline_(Clock::now() + shared_->options.open_timeout),
       missing_(num_blocks, block_bytes) {}
 
-Transfer::~Transfer() = default;
-
 TransferState Transfer::state() const {
   const std::lock_guard lock(mutex_);
   return state_;
@@ -184,7 +182,6 @@ bool Transfer::begin_copy() {
 
 void Transfer::end_copy(uint64_t bytes) {
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
-  shared_->bytes_sent.fetch_add(bytes, std::memory_order_relaxed);
   const std::lock_guard lock(mutex_);
   --copies_;
 }
@@ -242,10 +239,7 @@ void Transfer::settle(TransferState state, Status status, const std::string& err
   error_ = error;
   stopped_.store(true, std::memory_order_release);
   const std::lock_guard lock(shared_->mutex);
-  --shared_->active;
-  if (state == TransferState::kDone) ++shared_->done;
-  if (state == TransferState::kFailed) ++shared_->failed;
-  if (state == TransferState::kCancelled) ++shared_->cancelled;
+  ++shared_->settled;
   shared_->changed.notify_all();
 }
 

@@ -118,9 +118,9 @@ def members(root: psutil.Process, routers: Mapping[int, str]) -> dict[str, list[
 
 
 def _name_of(words: Sequence[str], routers: Mapping[int, str]) -> str:
-    if "--parent" not in words or "--" not in words:  # no guard
+    if "vllm_tetri.launch.guard" not in words:
         return ""
-    command = words[words.index("--") + 1 :]
+    command = words[words.index("vllm_tetri.launch.guard") + 4 :]  # after its parent, nice, cores
     if "--tetri-instance" in command:
         return command[command.index("--tetri-instance") + 1]
     if "router" in command and "--port" in command:

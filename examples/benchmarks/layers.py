@@ -28,7 +28,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.step import Open, StepMeta, Write
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.transport.blocks import HostMover
-from vllm_tetri.transport.native import Receiver, SlotState, open_receiver
+from vllm_tetri.transport.native import Receiver, SlotState
 from vllm_tetri.transport.shards import Shards
 from vllm_tetri.types import Role
 
@@ -84,9 +84,7 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
             config=config, identity=IDENTITY, mover=mover, rank=0, shards=Shards(1, 1, 1)
         )
         worker.track_layers(caches)
-        receiver = open_receiver(
-            arena_bytes=arena_bytes, host="127.0.0.1", port=0, identity=IDENTITY
-        )
+        receiver = Receiver(arena_bytes=arena_bytes, host="127.0.0.1", port=0, identity=IDENTITY)
         try:
             for tokens, chunk in PROMPTS:
                 for turn in range(-1, repeats):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,8 +29,8 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_tetri.errors import TransferError
-from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState, open_receiver
-from vllm_tetri.transport.nixl import NixlWire, has_nixl, offer_nixl
+from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState
+from vllm_tetri.transport.nixl import NixlWire, offer_nixl
 from vllm_tetri.transport.push import Push
 
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -117,7 +118,7 @@ def _ways(pages: Pages, stack: ExitStack, push: Callable[..., None], port: int) 
     ways: Ways = {"memcpy": pages.memcpy, "raw socket": raw_socket}
     senders = {link: Sender(identity=IDENTITY, links=[link]) for link in ("shm", "tcp")}
     senders["emulated"] = Sender(identity=IDENTITY, links=["shm"], emulate=EMULATED)
-    if has_nixl():
+    if find_spec("nixl"):
         senders["nixl"] = sender = Sender(identity=IDENTITY, links=["nixl"])
         stack.callback(Push(sender, {"nixl": NixlWire(TIMEOUT_S)}, TIMEOUT_S).close)
     ranks = [
@@ -198,8 +199,8 @@ def _receive_tetri(parent: Connection, total_bytes: int) -> None:
     raw = socket.create_server(("127.0.0.1", 0))
     _tune(raw)  # inherited by accepted connections
     threading.Thread(target=_drain, args=(raw,), daemon=True).start()
-    receiver = open_receiver(arena_bytes=4 * total_bytes, identity=IDENTITY)
-    nixl = offer_nixl(receiver, "nixl", "127.0.0.1") if has_nixl() else None
+    receiver = Receiver(arena_bytes=4 * total_bytes, identity=IDENTITY)
+    nixl = offer_nixl(receiver, "nixl", "127.0.0.1") if find_spec("nixl") else None
     threading.Thread(target=_release, args=(receiver,), daemon=True).start()
     parent.send((receiver.endpoint, raw.getsockname()[1]))
     parent.poll(None)

@@ -212,7 +212,7 @@ def injections(
     )
     scheduler: Any = SimpleNamespace(
         vllm_config=config, use_v2_model_runner=is_v2_runner, num_spec_tokens=num_drafts,
-        max_model_len=64,
+        max_model_len=64, structured_output_manager=None,
     )  # fmt: skip
     return Continuations(scheduler)
 

@@ -30,7 +30,7 @@ from vllm_tetri.engine.identity import (
     why_alone,
 )
 from vllm_tetri.engine.roles import NAMES_KEY
-from vllm_tetri.transport.native import Sender, Status, open_receiver
+from vllm_tetri.transport.native import Receiver, Sender, Status
 from vllm_tetri.transport.shards import Shards
 from vllm_tetri.types import InstanceId, Role
 
@@ -177,7 +177,7 @@ def test_a_peer_that_differs_is_refused_with_both_values(name: str, tmp_path: Pa
     key = name.partition(" ")[0]
     mine, theirs = described(tmp_path / "a"), described(tmp_path / "b", **OTHERS[name])
     assert {each for each in mine if mine[each] != theirs[each]} == {key}
-    receiver, sender = open_receiver(arena_bytes=1 << 20, identity=theirs), Sender(identity=mine)
+    receiver, sender = Receiver(arena_bytes=1 << 20, identity=theirs), Sender(identity=mine)
     try:
         words = f"KV identity differs: {key}: here {mine[key]}, there {theirs[key]}"
         fails(sender.open(receiver.endpoint, "t", 1, 512), Status.REFUSED, words)

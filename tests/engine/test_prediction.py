@@ -158,7 +158,7 @@ def test_only_prompts_that_begin_here_are_predicted(scene: Scene) -> None:
 
     assert [ask.name for ask in scene.predictor.asked] == ["a", "whole"]
     assert scene.predictor.asked[1].output_tokens == 4  # the harness ignores EOS
-    assert scene.prefill.scheduler.lengths.predict(arrived.request_id) == THIRD
+    assert scene.prefill.endpoint.lengths_store.outputs.predict(arrived.request_id) == THIRD
 
 
 def test_an_aborted_prompt_is_withdrawn(scene: Scene) -> None:

@@ -186,6 +186,8 @@ def test_a_users_conflicting_option_is_refused_with_both_names(
         ("--scheduler-cls", "a.b"),
         ("--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'),
         ("--kv-offloading-size", "1"),
+        ("--ssl-certfile", "server.pem"),  # it would serve, and never join
+        ("--uds", "server.socket"),
     ):
         text = refusal(capsys, "--role", "decode", option, value)
         assert option in text

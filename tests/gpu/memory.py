@@ -22,7 +22,7 @@ from tests.gpu.accelerator import Cuda, Host, accelerator, copies_of
 from tests.gpu.reuse import transfers
 from vllm_tetri.transport.blocks import DeviceMover, pieces
 from vllm_tetri.transport.device import Copies, places_of
-from vllm_tetri.transport.native import Arena, Sender, TransferState, open_receiver
+from vllm_tetri.transport.native import Arena, Receiver, Sender, TransferState
 from vllm_tetri.transport.push import Push
 from vllm_tetri.transport.wires import DmaWire
 
@@ -85,7 +85,7 @@ def hand_over(gear: Cuda | Host, layout: str, num_layers: int, num_blocks: int) 
     out, into = dice.permutation(out[-count:]), dice.permutation(into[-count:])
     sends, loads = (DeviceMover(gear, each, num_blocks) for each in (source, target))
     block_bytes = sends.layout.block_bytes
-    receiver = open_receiver(arena_bytes=2 * count * block_bytes, identity=IDENTITY)
+    receiver = Receiver(arena_bytes=2 * count * block_bytes, identity=IDENTITY)
     sender = Sender(identity=IDENTITY, links=["dma"])
     push = Push(sender, {"dma": DmaWire(gear)}, TIMEOUT_S)
     try:
@@ -133,7 +133,7 @@ class Segment:
 
     def __init__(self, gear: Cuda | Host, num_bytes: int) -> None:
         self._gear = gear
-        self._receiver = open_receiver(arena_bytes=num_bytes, identity=IDENTITY)
+        self._receiver = Receiver(arena_bytes=num_bytes, identity=IDENTITY)
         self._arena = Arena(self._receiver.segment)
         self.address = self._arena.address
         memory = (ctypes.c_char * num_bytes).from_address(self.address)

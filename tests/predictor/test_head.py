@@ -36,7 +36,7 @@ def taught(learner: Learner, count: int, cut_at: int = 1000, *, is_told: bool = 
         state, length = output()
         limit = cut_at if at % 2 else length
         learner.add(state, min(length, limit), is_cut=is_told and length > limit)
-    learner.fit()
+    learner.refresh()
     return learner
 
 
@@ -170,7 +170,7 @@ def test_an_output_of_another_instance_is_learnt_by_its_transfer(head: HeadPredi
         head.park("a", f"t{at}")
         head.learn(f"t{at}", length, is_cut=False)
         head.learn(f"t{at}", length, is_cut=False)  # told twice
-    eventually(lambda: head.num_samples == 40, 10, "all were learnt once")
+    eventually(lambda: head.learner.num_samples == 40, 10, "all were learnt once")
 
 
 def test_numbers_that_are_none_are_said_once(

@@ -15,8 +15,8 @@ CHILD = Path(__file__).with_name("sending_child.py")
 
 
 RECEIVER = (
-    "import sys; from vllm_tetri.transport.native import open_receiver;"
-    "r = open_receiver(arena_bytes=1 << 20, identity={identity});"
+    "import sys; from vllm_tetri.transport.native import Receiver;"
+    "r = Receiver(arena_bytes=1 << 20, identity={identity});"
     "print(r.endpoint, flush=True); sys.stdin.read()"
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Backend:
     link: str
     closing: list[Any] = field(default_factory=list)
 
-    def receiver(self, **options: Any) -> Any:
+    def receiver(self, offers: Mapping[str, bytes] | None = None, **options: Any) -> Any:
         wanted = {
             "arena_bytes": 1 << 20,
             "host": "127.0.0.1",
@@ -66,6 +66,8 @@ class Backend:
             "hold_timeout_s": 20.0,
         } | options
         receiver = native.Receiver(**wanted)
+        for kind, blob in (offers or {}).items():
+            receiver.offer(kind, blob)
         self.closing.append(receiver)
         return receiver
 

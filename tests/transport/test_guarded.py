@@ -76,7 +76,7 @@ def test_nothing_is_read_before_the_proof(tcp: Backend) -> None:
             assert wire.WELCOME not in kinds
             assert PROOF not in kinds
             assert kinds[-1] == wire.REFUSED
-    assert receiver.receive(0.0) is None
+    assert receiver.receive() is None
     assert receiver.stats().refused_unauthenticated == 9
     tcp.still_works(receiver, key=KEY)
 

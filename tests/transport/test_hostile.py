@@ -104,7 +104,7 @@ def test_a_peer_that_says_strange_things(tcp: Backend, count: int, shm: bool) ->
         for name in ("a", "b"):
             slot = receiver.find(name)
             assert slot is None or isinstance(slot.error, str)
-        while receiver.receive(0.0) is not None:
+        while receiver.receive() is not None:
             pass
     eventually(lambda: receiver.stats().connections == 0)
     eventually(lambda: empty(receiver))

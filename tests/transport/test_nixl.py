@@ -22,9 +22,9 @@ from tests.eventually import eventually
 from tests.needed import needed
 from tests.transport.children import ROOT, stop
 from tests.transport.conftest import IDENTITY, Backend, empty, ended, make_backend
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.errors import TransferError
 from vllm_tetri.transport.native import Status, TransferState
-from vllm_tetri.transport.nixl import KIND, NixlReceiver, NixlWire, load_nixl, offer_nixl
+from vllm_tetri.transport.nixl import KIND, NixlReceiver, NixlWire, offer_nixl
 from vllm_tetri.transport.push import Push
 
 needed("nixl._api")
@@ -34,9 +34,9 @@ RECEIVER = f"""
 import ctypes, sys
 from hashlib import sha256
 import numpy as np
-from vllm_tetri.transport.native import Arena, open_receiver
+from vllm_tetri.transport.native import Arena, Receiver
 from vllm_tetri.transport.nixl import NixlReceiver
-receiver = open_receiver(arena_bytes=64 << 20, identity={IDENTITY})
+receiver = Receiver(arena_bytes=64 << 20, identity={IDENTITY})
 offer = NixlReceiver(receiver)
 arena = Arena(receiver.segment)
 print(receiver.endpoint, flush=True)
@@ -247,8 +247,10 @@ def test_auto_offers_nothing_to_its_own_host(nixl: Backend) -> None:
     made.close()
 
 
-def test_a_missing_package_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_said_in_one_line(
+    nixl: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl==") as found:
-        load_nixl()
+    with pytest.raises(TransferError, match=r"pip install --no-deps nixl==") as found:
+        offer_nixl(nixl.receiver(), "nixl", "127.0.0.1")
     assert "\n" not in str(found.value)

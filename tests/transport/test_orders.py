@@ -136,7 +136,7 @@ def test_over_tcp_staged_rows_are_sent(tcp: Backend) -> None:
         with pytest.raises(ValueError, match="staged"):
             order.placed()
         part, stage = order.layout, rows(order)
-        step = np.full(part.num_layers, part.block_bytes, np.uint64)
+        step = np.full(len(part.starts), part.block_bytes, np.uint64)
         places = np.uint64(stage.ctypes.data) + part.starts
         sizes = part.page_bytes, 3, stage, part.starts, part.block_bytes
         order.staged(Layout(places, step, *sizes))

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tetri.transport.segments import (
-    ArenaSize,
-    abandoned_segments,
-    arena_bounds,
-    arena_size,
-    sweep_segments,
-)
+from vllm_tetri.transport.segments import ArenaSize, abandoned_segments, arena_bounds, arena_size
 
 
 def test_only_the_unlocked_segment_is_removed(tmp_path: Path) -> None:
@@ -25,7 +19,7 @@ def test_only_the_unlocked_segment_is_removed(tmp_path: Path) -> None:
         fcntl.flock(owner, fcntl.LOCK_EX)
 
         assert abandoned_segments(tmp_path) == [abandoned]
-        assert sweep_segments(tmp_path) == [abandoned]
+        assert abandoned_segments(tmp_path, remove=True) == [abandoned]
 
     assert owned.exists()
     assert foreign.exists()

@@ -34,7 +34,6 @@ _GONE_S = 30.0  # a step that was under way when a router died may still send KV
 _MAX_GONE = 64  # routers in that time
 _FLIPPING_S = 0.01  # between two looks at a change of role
 _MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the others
-_NEVER_S = float("-inf")
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +85,7 @@ class Agent:
         self._logged: set[str] = set()
         self.num_flips = 0  # roles taken since the start
         self.dropped_messages = 0  # malformed frames, and messages that found their queue full
-        self._load, self._seq, self._reported_s = InstanceLoad(), 0, _NEVER_S
+        self._load, self._seq, self._reported_s = InstanceLoad(), 0, -inf
         self._cache_seq = 0  # of the newest report of the prefix cache
         self._is_polled = self._was_ordered = False  # the latter: to drain, by a router
         self._leave_by_s = inf  # goes before the deadline of a router's order
@@ -227,7 +226,7 @@ class Agent:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.is_connected = True
             self._send_hello(link)
-            self._reported_s = _NEVER_S  # report at once
+            self._reported_s = -inf  # report at once
         else:
             self._log_once(
                 f"refused by {link.index}",
@@ -329,10 +328,10 @@ class Agent:
                 self._leaving.ask(deadline_s, now)
             case messages.FlipRole():
                 self.roles.obey(message, now)
-                self._reported_s = _NEVER_S
+                self._reported_s = -inf
             case messages.RoleCommitted(epoch=epoch, at_s=at_s):
                 if self.roles.record_commit(epoch, at_s, now):
-                    self._reported_s = _NEVER_S
+                    self._reported_s = -inf
             case messages.WhoAreYou():
                 self._send_hello(link)
             case messages.SendCache():

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import zmq
 
 from vllm_tetri import messages
-from vllm_tetri.config import control_host, is_loopback
+from vllm_tetri.config import control_host
 from vllm_tetri.security import HANDSHAKE_FAILED, Curve
 
 RESOLVE_S = 2.0  # between two looks at what names stand for
@@ -161,10 +161,8 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _is_name(host: str) -> bool:
-    if is_loopback(host):
-        return False
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return True
+        return host != "localhost"
     return False

@@ -74,15 +74,6 @@ class _Member:
         return Flip(order.epoch, source, target, stage, age_s, reason=order.reason, is_heard=False)
 
 
-class Recipient(NamedTuple):
-    """Where a poll goes: `dispatches` wants a view, `is_ending` the requests in flight."""
-
-    sender: bytes
-    instance: InstanceId
-    dispatches: bool
-    is_ending: bool
-
-
 class Reported(NamedTuple):
     """What a load report asks of the router."""
 
@@ -244,15 +235,16 @@ class Membership:
         self.roster += is_mixed != self.is_mixed
         self.is_mixed = is_mixed
 
-    def recipients(self) -> list[Recipient]:
-        """All members. Those with prompts of a role or mode that was still dispatch."""
-        found = []
-        for instance, member in self._members.items():
-            has_prompts = member.load.queued_prefill_tokens > 0
-            dispatches = self.is_mixed or has_prompts or member.info.role is not Role.DECODE
-            is_ending = member.is_draining or member.is_flipping or member.order is not None
-            found.append(Recipient(member.sender, instance, dispatches, is_ending))
-        return found
+    def dispatches(self, instance: InstanceId) -> bool:
+        """Whether a member wants views. One with prompts of a role or mode that was still does."""
+        member = self._members[instance]
+        has_prompts = member.load.queued_prefill_tokens > 0
+        return self.is_mixed or has_prompts or member.info.role is not Role.DECODE
+
+    def is_ending(self, instance: InstanceId) -> bool:
+        """Whether a member wants to know how many requests are on their way to it."""
+        member = self._members[instance]
+        return member.is_draining or member.is_flipping or member.order is not None
 
     def views(self, now: float) -> tuple[InstanceView, ...]:
         return tuple(self._view(member, now) for member in self._members.values())

@@ -191,18 +191,18 @@ class Monitor:
     def _poll(self) -> None:
         self._seq += 1
         now = time.monotonic()
-        recipients = self.members.recipients()
-        plain = messages.Poll(self._name, self._seq)
-        informed = self._with_views(now) if any(each.dispatches for each in recipients) else plain
+        members, plain = self.members, messages.Poll(self._name, self._seq)
+        dispatching = set(filter(members.dispatches, members.names.values()))
+        informed = self._with_views(now) if dispatching else plain
         polls = ((plain, messages.encode(plain)), (informed, messages.encode(informed)))
-        for each in recipients:
-            poll, frame = polls[each.dispatches]
-            if each.is_ending:
-                in_flight = self._router.num_reaching(each.instance)
+        for sender, instance in members.names.items():
+            poll, frame = polls[instance in dispatching]
+            if members.is_ending(instance):
+                in_flight = self._router.num_reaching(instance)
                 frame = messages.encode(msgspec.structs.replace(poll, in_flight=in_flight))
-            self._send(each.sender, frame)
-            for order in self.members.orders_for(each.instance, now):
-                self._send(each.sender, order)
+            self._send(sender, frame)
+            for order in members.orders_for(instance, now):
+                self._send(sender, order)
 
     def _with_views(self, now: float) -> messages.Poll:
         """The instances that decode; only what changes while the roster stays the same."""

@@ -17,7 +17,6 @@ import msgspec
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.compat import (
-    EngineCoreOutputs,
     Request,
     SamplingParams,
     Scheduler,
@@ -53,12 +52,6 @@ def dummy_request(scheduler: Scheduler, num_tokens: int) -> Request:
     return Request(name, token_ids, sampling, None, block_hasher=hasher)
 
 
-def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Remove dummy requests from a step's outputs."""
-    for each in outputs.values():
-        each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
-
-
 def cuts_freely(vllm_config: VllmConfig) -> bool:
     """Whether a step may end anywhere in a prompt. It may not if vLLM computes prompts in one step
     (`--no-enable-chunked-prefill`, and some platforms), if states are kept at block boundaries
@@ -75,8 +68,7 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
     """Return the configuration with its chunk lowered to what a step can hold, and with the longest
     prompt as its chunk unless vLLM `cuts_freely`: it would never start what has to be in one step
     and has more tokens than a chunk. Models that take or return something else than text get no
-    dummy requests. Neither do data-parallel ranks that
-    step together (MoE): a step of one waits for all others."""
+    dummy requests. Neither do data-parallel ranks, of which a step of one may wait for others."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     most = min(step_tokens, model.max_model_len)

@@ -209,6 +209,7 @@ ATTRIBUTES = {
         "kv_holding_waiting",  # R: requests whose KV is loaded in the background
         "block_size",  # R
         "max_num_active_reqs",  # R
+        "max_model_len",  # R
         "hash_block_size",  # R
         "connector",  # R; W: ours for encoder-decoder models
         "connector_prefix_cache_stats",  # W: for these
@@ -269,13 +270,9 @@ ATTRIBUTES = {
 
 
 def require_contract(ours: Iterable[type], version: str = vllm.__version__) -> str:
-    """Return a warning about a vLLM release in which these classes of ours override methods;
-    empty if it was tested.
-
-    Raises:
-        UnsupportedError: The release neither was tested nor follows the last tested one, or
-            what this package relies on is missing or has other parameters.
-    """
+    """Return a warning about a vLLM release in which these classes of ours override methods; empty
+    if it was tested. UnsupportedError if it neither was nor follows the last one that was, or what
+    this package relies on is missing or has other parameters."""
     if broken := list(broken_seams(ours)):
         raise misfit("; ".join(broken), version)
     major, minor = version.split(".")[:2]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tetri.config import decode_config
-from vllm_tetri.engine.chunk_size import fit_to_chunking
+from vllm_tetri.engine.chunk_size import fit_to_chunking, is_dummy
 from vllm_tetri.engine.compat import (
     KVCacheBlocks,
     KVCacheConfig,
@@ -35,7 +35,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
-from vllm_tetri.engine.identity import alone_identity, identity_of, shards_of, why_alone
+from vllm_tetri.engine.identity import identity_of, shards_of, why_alone
 from vllm_tetri.engine.pool import pool_places
 from vllm_tetri.engine.prediction import HEAD
 from vllm_tetri.engine.roles import CONFIG_KEY, config_of_rank, rank_of
@@ -116,7 +116,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         except ValueError as error:
             mover, alone = None, str(error)
         if mover is None:
-            identity = alone_identity(self._vllm_config)
+            identity = {"instance": self._tetri.instance}  # it equals no other's
             self.shape = WorkerShape(identity, KVLayout(1, Shards()), alone)
             return
         shards = shards_of(self._vllm_config, self._cache_config, tensors)
@@ -124,13 +124,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         block_bytes = mover.layout.block_bytes * shards.num_parts
         layout = KVLayout(block_bytes, shards, mover.device is not None)
         self.shape = WorkerShape(identity, layout)
-        self.worker = KVWorker(
-            config=self._tetri,
-            identity=identity,
-            mover=mover,
-            rank=group.rank_in_group,
-            shards=shards,
-        )
+        self.worker = KVWorker(self._tetri, identity, mover, group.rank_in_group, shards)
         self.worker.track_layers(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -210,24 +204,20 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        endpoint = self.endpoint
-        num_tokens, is_background = endpoint.receives.match(
-            request, num_computed_tokens, is_busy=bool(endpoint.scheduler.running)
-        )
+        endpoint, receives, pool = self.endpoint, self.endpoint.receives, self.endpoint.pool
+        is_busy = bool(endpoint.scheduler.running)
+        num_tokens, is_background = receives.match(request, num_computed_tokens, is_busy=is_busy)
+        if num_tokens == 0:
+            num_tokens, is_background = pool.match(request, num_computed_tokens, is_busy=is_busy)
         if num_tokens is None:
             return None, is_background
-        if not num_tokens:
-            num_tokens, is_background = endpoint.pool.match(
-                request, num_computed_tokens, is_busy=bool(endpoint.scheduler.running)
-            )
-            if num_tokens is None:
-                return None, is_background
-        endpoint.pool.ask(request.request_id)
+        pool.ask(request.request_id)
         if endpoint.sends.refuses(request.request_id, num_computed_tokens + num_tokens):
             return None, False
         endpoint.scheduler.pins.ask(request.request_id)
         missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
-        is_admitted = endpoint.scheduler.admits(request, missing_tokens)
+        is_ours = is_dummy(request.request_id)
+        is_admitted = is_ours or endpoint.scheduler.gate.admit(request, missing_tokens)
         return (num_tokens if is_admitted else None), is_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ from vllm_tetri.engine.compat import (
     Request,
     RequestStatus,
     Scheduler,
-    StructuredOutputManager,
 )
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import KEY, PriorOutput
@@ -93,10 +92,8 @@ def teach_v1_runner() -> None:
         prior_output = self.prompt_token_ids
         if isinstance(prior_output, ContinuedPrompt):
             split = len(prior_output) - prior_output.num_prior
-            self.prompt_token_ids, self.output_token_ids = (
-                list(prior_output[:split]),
-                list(prior_output[split:]),
-            )
+            self.prompt_token_ids = list(prior_output[:split])
+            self.output_token_ids = list(prior_output[split:])
         stock(self)
         if self.generator is not None and self.generator.device.type == "cpu":
             # Starts where its output stands: one draw per token.
@@ -116,11 +113,8 @@ def encode_logprobs(logprobs: LogprobsLists) -> str:
 
 
 def decode_logprobs(text: str, prior_output: list[int], vocabulary: int) -> LogprobsLists:
-    """Decode what `encode_logprobs` returned for these tokens.
-
-    Raises:
-        ProtocolError: The text is something else, or holds impossible values.
-    """
+    """Decode what `encode_logprobs` returned for these tokens; ProtocolError if the text is
+    something else, or holds impossible values."""
     try:
         raw = base64.b64decode(text, validate=True)
         rows, columns = _HEAD.unpack_from(raw)
@@ -175,18 +169,16 @@ class Continuations:
 
     def __init__(self, scheduler: Scheduler) -> None:
         config, self._is_v2_runner = scheduler.vllm_config, scheduler.use_v2_model_runner
-        is_cpu, speculates = (
-            config.device_config.device_type == "cpu",
-            scheduler.num_spec_tokens > 0,
-        )
+        is_cpu = config.device_config.device_type == "cpu"
         # Whether requests can be continued: V1 does not if vLLM schedules ahead of results.
         self.is_supported = self._is_v2_runner or not config.scheduler_config.async_scheduling
         # The same for requests that sample with their own seed: how often that is drawn from
         # depends on the drafts, of which the first step after a hand-over has none.
-        is_drawn_alike = not speculates and (self._is_v2_runner or is_cpu)
+        is_drawn_alike = not scheduler.num_spec_tokens and (self._is_v2_runner or is_cpu)
         self.is_seeded_supported = self.is_supported and is_drawn_alike
         self._vocabulary = config.model_config.get_vocab_size()
         self._window = scheduler.max_model_len
+        self._manager = scheduler.structured_output_manager
         self.entries: dict[str, _Entry] = {}  # that have not ended
         self.num_continued = 0
         self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
@@ -221,15 +213,13 @@ class Continuations:
         self.entries[request.request_id] = _Entry(token_ids, logprobs)
         self.num_continued += 1
 
-    def begin_late(
-        self, request: Request, prior_output: PriorOutput, manager: StructuredOutputManager
-    ) -> None:
+    def begin_late(self, request: Request, prior_output: PriorOutput) -> None:
         """Append prior output to a queued request, unless it has begun without."""
         if request.status is RequestStatus.WAITING and not request.num_computed_tokens:
             self.begin(request, prior_output)
             asked = request.structured_output_request
             if asked is not None and asked.grammar is not None:
-                self.accept_grammar(request, manager)
+                self.accept_grammar(request)
 
     def _reason_against(
         self, request: Request, token_ids: list[int], logprobs: LogprobsLists | None
@@ -250,10 +240,10 @@ class Continuations:
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
-    def accept_grammar(self, request: Request, manager: StructuredOutputManager) -> None:
+    def accept_grammar(self, request: Request) -> None:
         """Advance a new grammar by the prior output, which was sampled under it."""
         entry = self.entries.get(request.request_id)
-        if entry is not None and not manager.accept_tokens(request, entry.token_ids):
+        if entry is not None and not self._manager.accept_tokens(request, entry.token_ids):
             logger.error(
                 "request %s: its grammar refuses the output of another instance; its result may "
                 "violate the grammar. Check that all instances have the same structured output "

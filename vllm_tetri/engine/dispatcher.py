@@ -107,16 +107,12 @@ class Dispatcher:
             Dispatched(params.request, params.transfer, instance, reason, predicted, ending)
         )
 
+    def is_final(self, request: Request) -> bool:
+        """Whether the first token would have ended the output on one instance, too."""
+        is_full = request.num_tokens >= self.policy.me.max_model_len
+        return is_full or is_short(request) or request.status is RequestStatus.FINISHED_STOPPED
+
 
 def is_short(request: Request) -> bool:
     """Whether the client wants one token only."""
     return request.sampling_params is not None and request.sampling_params.max_tokens == 1
-
-
-def is_final(request: Request, max_model_len: int) -> bool:
-    """Whether the first token would have ended the output on one instance, too."""
-    return (
-        request.status is RequestStatus.FINISHED_STOPPED
-        or is_short(request)
-        or request.num_tokens >= max_model_len
-    )

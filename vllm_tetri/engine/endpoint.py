@@ -40,7 +40,6 @@ from vllm_tetri.engine.roles import device_place, first_gpu, near_device, rank_o
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.engine.times import RequestTimes
-from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
 from vllm_tetri.messages import (
     CacheReport,
@@ -52,7 +51,7 @@ from vllm_tetri.messages import (
     TransferLost,
 )
 from vllm_tetri.security import kv_key_of, read_secret
-from vllm_tetri.transport.native import Receiver, open_receiver
+from vllm_tetri.transport.native import Receiver
 from vllm_tetri.transport.nixl import offer_nixl
 from vllm_tetri.transport.segments import (
     LEAST_BYTES,
@@ -93,53 +92,30 @@ class Endpoint(LoadReader):
     def start(self, shape: WorkerShape) -> None:
         """Open the arena, now that the KV layout is known, and join the cluster: peers and routers
         may send work from now on."""
-        config, vllm_config = self.config, self._vllm_config
+        config, layout, timeout_s = self.config, shape.layout, self.config.transfer_timeout_s
         self.alone = shape.alone
-        with near_device(first_gpu(vllm_config)):
+        with near_device(first_gpu(self._vllm_config)):
             self.receiver = self._open_receiver(shape)
         has_arena = self.receiver.stats().arena_total_bytes > 0
         self._nixl = offer_nixl(self.receiver, config.link, config.host) if has_arena else None
         blocks, pins = self.scheduler.blocks, self.scheduler.pins
         self.pool = self._make_pool(shape)
-        self.receives = ReceiveSide(self.receiver, shape.layout, blocks, pins, self.pool, config)
-        self.info = self._describe(shape, self.receiver.endpoint)
-        self.agent = Agent(
-            config.control,
-            self.info,
-            self,
-            period_s=config.report_period_s,
-            secret=read_secret(config.secret_file),
-        )
+        self.receives = ReceiveSide(self.receiver, layout, blocks, pins, self.pool, config)
+        info = self.info = self._describe(shape, self.receiver.endpoint)
+        secret = read_secret(config.secret_file)
+        self.agent = Agent(config.control, info, self, config.report_period_s, secret)
         self.dispatcher = Dispatcher(
-            config,
-            self.info,
-            self.lengths_store.lengths,
-            self.predictions,
-            self.agent,
-            rng=Random(),
+            config, info, self.lengths_store.lengths, self.predictions, self.agent, rng=Random()
         )
-        self.sends = SendSide(
-            config,
-            shape.layout,
-            blocks,
-            vllm_config.model_config.max_model_len,
-            self.scheduler.kv_cache_manager,
-            self.dispatcher,
-        )
+        self.sends = SendSide(config, layout, self.scheduler, self.dispatcher)
         self.moves = MoveSide(
-            shape.layout,
-            self.scheduler,
-            self.predictions,
-            self.sends.handovers,
-            self.agent,
-            config.transfer_timeout_s,
+            layout, self.scheduler, self.predictions, self.sends.handovers, self.agent, timeout_s
         )
         self._has_started = True
         self.agent.start()
         if multiprocessing.parent_process() is not None:  # an engine process, in its main thread
             signal.signal(signal.SIGUSR1, lambda *_: self.agent.leave(config.drain_s))
             release_port(config.url)
-        info = self.info
         logger.info(
             "%s (%s) joins its cluster via %s: KV port %s, chunk size %s, push by %s, link %s; "
             "KV layout %s",
@@ -152,7 +128,7 @@ class Endpoint(LoadReader):
         instance that has no room for one block, or exchanges none, serves all the same."""
         config, layout = self.config, shape.layout
         open_with = partial(
-            open_receiver,
+            Receiver,
             host=config.host,
             port=config.kv_port,
             identity=shape.identity,
@@ -172,7 +148,7 @@ class Endpoint(LoadReader):
             try:
                 receiver = open_with(arena_bytes=size.num_bytes, has_host_memory=arena is None)
                 break
-            except TransferError:
+            except RuntimeError:
                 if arena or config.arena_bytes is not None or not size.num_bytes:
                     raise
                 # Instances that start at the same time have taken it.
@@ -301,9 +277,9 @@ class Endpoint(LoadReader):
         """Whether a waiting request has next to nothing to compute: it goes before all prompts."""
         return self.receives.knows(request.request_id) or self.sends.fetch_tokens(request) > 0
 
-    def is_fetching(self, request_id: str) -> bool:
-        """Whether a waiting request has to wait for the prefix that it fetches."""
-        return self.receives.is_fetching(request_id)
+    def must_wait(self, request_id: str) -> bool:
+        """Whether a prompt has to wait for its prediction, or for the prefix that it fetches."""
+        return self.predictions.holds(request_id) or self.receives.is_fetching(request_id)
 
     # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
 
@@ -347,15 +323,14 @@ class Endpoint(LoadReader):
 
     # -- roles ------------------------------------------------------------------
 
-    def take_role(self) -> Role | None:
-        """Return the role to have from now on, if it is another one; between two steps."""
+    def take_role(self) -> None:
+        """Have another role from now on if one is ordered; between two steps."""
         role = self.agent.take_role() if self._has_started else None
         if role is None:
-            return None
+            return
         if role is not Role.DECODE and self.predictions.predictor is None:
             self.predictions.predictor = make_predictor(self.config, self._vllm_config, role)
         self.info = self.dispatcher.policy.me = replace(self.info, role=role)
-        return role
 
     def leave_exchange(self) -> None:
         """Drop all KV of other instances and exchange none until the next start, since this

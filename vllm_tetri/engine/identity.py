@@ -346,11 +346,6 @@ def reasons_alone(vllm_config: VllmConfig) -> dict[str, bool]:
     }
 
 
-def alone_identity(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the identity of an instance that exchanges no KV: it equals no other's."""
-    return {"vllm": vllm.__version__, "instance": vllm_config.kv_transfer_config.engine_id}
-
-
 def main(words: list[str]) -> None:
     """Print `why_alone` as JSON, null where it shows only when the model is loaded."""
     from vllm.engine.arg_utils import AsyncEngineArgs

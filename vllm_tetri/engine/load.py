@@ -19,21 +19,20 @@ from urllib.parse import urlsplit
 import psutil
 
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.engine.blocks import Pins, PromptBlocks
+from vllm_tetri.engine.blocks import Pins
 from vllm_tetri.engine.chunk_size import is_dummy
-from vllm_tetri.engine.compat import KVCacheConfig, KVCacheManager, Request
-from vllm_tetri.engine.continuation import Continuations
+from vllm_tetri.engine.compat import KVCacheConfig, Request
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.moves import MoveSide
-from vllm_tetri.engine.pacing import StepBudget, StepClock
+from vllm_tetri.engine.pacing import StepBudget
 from vllm_tetri.engine.pool import Pool
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.send import SendSide
+from vllm_tetri.engine.transfers import Sending
 from vllm_tetri.policy.admission import DecodeGate
-from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.role import DRAINS, Work
 from vllm_tetri.transport.native import Receiver
 from vllm_tetri.types import InstanceLoad, Role
@@ -55,38 +54,28 @@ def release_port(url: str) -> None:
     its own engine that has just become a zombie (`launcher.serve_http`)."""
     port, nowhere = urlsplit(url).port, os.open(os.devnull, os.O_RDWR)
     for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-        with (
-            contextlib.suppress(OSError),
-            socket(fileno=os.dup(number)) as each,
-        ):  # else not a socket
+        # One that is no socket is an OSError.
+        with contextlib.suppress(OSError), socket(fileno=os.dup(number)) as each:
             if each.family in (AF_INET, AF_INET6) and each.getsockname()[1] == port:
                 # The number stays taken: an object that was inherited may close it.
                 os.dup2(nowhere, number)
     os.close(nowhere)
 
 
-class SchedulerState(Protocol):
+class SchedulerState(Sending, Protocol):
     """What `engine.scheduler` owns and the rest of the engine reads."""
 
-    requests: dict[str, Request]
     running: list[Request]
     waiting: PrefillQueue
-    kv_cache_manager: KVCacheManager
     kv_cache_config: KVCacheConfig
     hash_block_size: int
-    blocks: PromptBlocks
     pins: Pins
     gate: DecodeGate  # the admission policy of decodes
-    lengths: OutputLengths
-    continuations: Continuations
-    clock: StepClock
-    num_spec_tokens: int  # most drafts of a decode
     budget: StepBudget
     preemptions: int  # how often a request lost its blocks
     decodes_done: int  # requests decoded here that ended
 
     def get_request_counts(self) -> tuple[int, int]: ...
-    def admits(self, request: Request, missing_tokens: int) -> bool: ...
     def record_decoded(self, request: Request) -> None: ...
 
 
@@ -114,14 +103,14 @@ class LoadReader:
 
     def read_load(self) -> InstanceLoad:
         """Return the numbers of the next load report; counters are exact at rest."""
-        scheduler, agent, arena = self.scheduler, self.agent, self.receiver.stats()
+        scheduler, lengths, arena = self.scheduler, self.lengths_store, self.receiver.stats()
         sends, receives, budget = self.sends, self.receives, scheduler.budget
         requests = [
             one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
         ]
         running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
         decodes = [each for each in requests if each.request_id not in sends]
-        outlooks = [scheduler.lengths.outlook(each, each.num_output_tokens) for each in decodes]
+        outlooks = [lengths.outputs.outlook(each, each.num_output_tokens) for each in decodes]
         heavy = sum(part for _, part in outlooks)
         left_tokens = sum(tokens for tokens, _ in outlooks)
         left_tokens -= sum(each.num_output_tokens for each in decodes)
@@ -162,14 +151,14 @@ class LoadReader:
             **self.pool.numbers(),
             continued=scheduler.continuations.num_continued,
             recomputed=sum(scheduler.continuations.refused.values()),
-            dropped_messages=agent.dropped_messages,
+            dropped_messages=self.agent.dropped_messages,
             preemptions=scheduler.preemptions,
-            flips=agent.num_flips,
+            flips=self.agent.num_flips,
             cpu_s=self._cpu_s(),
             threads=threading.active_count(),
             **self.predictions.numbers(),
-            length_coverage=self.lengths_store.lengths.coverage,
-            usual_tokens=self.lengths_store.lengths.usual_tokens(),
+            length_coverage=lengths.lengths.coverage,
+            usual_tokens=lengths.lengths.usual_tokens(),
             leftovers=self._lasting_leaks(time.monotonic()),
         )
 

@@ -19,14 +19,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol
 
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.engine.blocks import PromptBlocks
-from vllm_tetri.engine.compat import KVCacheManager, Request, RequestStatus, SchedulerOutput
-from vllm_tetri.engine.continuation import Continuations
+from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput
 from vllm_tetri.engine.identity import prompt_digest
-from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.prediction import Predictions
 from vllm_tetri.engine.step import (
     FREED,
@@ -38,6 +34,7 @@ from vllm_tetri.engine.step import (
     Write,
     encode_note,
 )
+from vllm_tetri.engine.transfers import Sending
 from vllm_tetri.handover import DecodeParams, PriorOutput, choice_name
 from vllm_tetri.messages import Move, Moved, Moving
 from vllm_tetri.policy.step_cost import HandoverFit
@@ -75,17 +72,6 @@ class _Leaving:
         return self.request.num_computed_tokens >= self.num_tokens
 
 
-class Decoding(Protocol):
-    """What moves read of the scheduler."""
-
-    requests: dict[str, Request]
-    kv_cache_manager: KVCacheManager
-    blocks: PromptBlocks
-    continuations: Continuations
-    clock: StepClock
-    num_spec_tokens: int
-
-
 class MoveSide:
     """Outputs of this instance that are to go on at another one. `parked` are the requests that
     wait for it: no step has tokens for them."""
@@ -93,7 +79,7 @@ class MoveSide:
     def __init__(
         self,
         layout: KVLayout,
-        scheduler: Decoding,
+        scheduler: Sending,
         predictions: Predictions,
         fit: HandoverFit,
         agent: Agent,

@@ -133,10 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return what the user set: by preset, overridden by the file, then by the command line.
-
-    Raises:
-        ConfigError: The file cannot be read, is not a mapping or has an unknown key; or a size
-            is none.
+    ConfigError if the file cannot be read, is no mapping or has an unknown key; or a size is none.
     """
     path = getattr(namespace, "tetri_config", None)
     given = _read_file(path) if path else {}

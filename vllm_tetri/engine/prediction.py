@@ -46,11 +46,7 @@ SAVE_PERIOD_S = 30.0
 
 
 def name_of(config: TetriConfig) -> str:
-    """Return what names the configured predictor in caches.
-
-    Raises:
-        ConfigError: There is no such artefact.
-    """
+    """Return what names the configured predictor in caches; ConfigError if there is none."""
     if config.predictor in (HEAD, HISTOGRAM, ORACLE):
         return config.predictor
     folder = Path(config.predictor).absolute()
@@ -226,8 +222,9 @@ class Predictions:
         found = {f"predictions_{name}": number for name, number in asdict(tally).items()}
         found["predictions_missed"] = self.missed
         if (head := self._head) is not None:
-            found |= {"length_states": head.num_samples, "length_error": head.comparison.error,
-                      "length_usual_error": head.comparison.usual_error}  # fmt: skip
+            found["length_states"] = head.learner.num_samples
+            found["length_error"] = head.comparison.error
+            found["length_usual_error"] = head.comparison.usual_error
         return found
 
     def tell(self, ended: OutputEnded) -> None:
@@ -334,7 +331,7 @@ class LengthsStore:
         self._is_dirty = False
         state = self.lengths.state()
 
-        def write(path: Path) -> None:
-            path.write_text(json.dumps(state) + "\n")
+        def write() -> None:
+            replace_file(self.path, "output lengths", json.dumps(state).encode())
 
-        self._writer.submit(replace_file, self.path, "output lengths", write)
+        self._writer.submit(write)

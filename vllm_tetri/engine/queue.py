@@ -25,7 +25,7 @@ class Transfers(Protocol):
     """What the transfers of requests mean to their order."""
 
     def goes_first(self, request: Request) -> bool: ...
-    def is_fetching(self, request_id: str) -> bool: ...
+    def must_wait(self, request_id: str) -> bool: ...
 
 
 def may_run(request: Request) -> bool:
@@ -36,12 +36,11 @@ def may_run(request: Request) -> bool:
 
 class PrefillQueue(RequestQueue):
     """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; while the
-    gate is shut only dummy requests are scheduled; with `awaits_predictions` new prompts wait
-    for `let_in`, as they do while they fetch a prefix; `transfers` knows of that."""
+    gate is shut only dummy requests are scheduled; prompts wait for `let_in` while `transfers`
+    says that they must."""
 
     def __init__(self, lane: PromptQueue[Request], gate: DecodeGate, transfers: Transfers) -> None:
         self.lane, self._gate, self._transfers = lane, gate, transfers
-        self.awaits_predictions = False
         self.first: deque[Request] = deque()
         # Prompts that wait for their prediction, or for a prefix.
         self.held_back: dict[str, Request] = {}
@@ -55,7 +54,7 @@ class PrefillQueue(RequestQueue):
             self.dummies.append(request)
         elif self._transfers.goes_first(request):
             self._gate.join(self.first, request)
-        elif self.awaits_predictions or self._transfers.is_fetching(name):
+        elif self._transfers.must_wait(name):
             self.held_back[name] = request
         else:
             self.lane.add(request)
@@ -114,11 +113,10 @@ class PrefillQueue(RequestQueue):
         they fetch, by arrival. If nothing else is here than such that lack one, wait for one."""
         for each_s in (0.0, wait_s):
             predictions.exchange(each_s)
-            is_fetching, holds = self._transfers.is_fetching, predictions.holds
-            waiting = {name for name in self.held_back if holds(name) or is_fetching(name)}
+            waiting = {name for name in self.held_back if self._transfers.must_wait(name)}
             for name in [name for name in self.held_back if name not in waiting]:
                 self.lane.add(self.held_back.pop(name))
-            if len(waiting) < len(self) or not any(map(holds, waiting)):
+            if len(waiting) < len(self) or not any(map(predictions.holds, waiting)):
                 return
 
     def _lane(self) -> deque[Request] | None:

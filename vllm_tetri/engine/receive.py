@@ -93,11 +93,6 @@ class ReceiveSide:
         self._receiver.cancel(params.transfer)
         self._ignore(params.transfer)
 
-    def __contains__(self, request_id: str) -> bool:
-        """Whether a request's KV is here or on its way."""
-        entry = self._entries.get(request_id)
-        return entry is not None and entry.state is not State.DONE
-
     def knows(self, request_id: str) -> bool:
         """Whether all KV of a request's prompt was to come from another instance."""
         entry = self._entries.get(request_id)
@@ -124,23 +119,8 @@ class ReceiveSide:
         return sum(entry.state is State.WAITING for entry in self._entries.values())
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a waiting request may continue (GIL released), at most `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            self._drain_notes()
-            waiting = (each for each in self._entries.values() if each.state is State.WAITING)
-            if any(map(self._may_continue, waiting)):
-                return
-            self._receiver.wait(left_s)
-
-    def _may_continue(self, entry: Receive) -> bool:
-        name = entry.params.transfer
-        if name in self._lost:
-            return True
-        if entry.awaits_output and name not in self.outputs:
-            return False
-        found = self._receiver.find(name)
-        return found is not None and found.state is not SlotState.FILLING
+        """Sleep until KV, a note or a failure comes (GIL released), at most `timeout_s`."""
+        self._receiver.wait(timeout_s)
 
     def pin_arrived(self, requests: Mapping[str, Request]) -> None:
         """Pin KV that has arrived, so that it does not expire while its request waits."""
@@ -257,7 +237,7 @@ class ReceiveSide:
         self._give_back(entry)
 
     def _drain_notes(self) -> None:
-        while (message := self._receiver.receive(0.0)) is not None:
+        while (message := self._receiver.receive()) is not None:
             try:
                 note = decode_note(message)
             except ProtocolError as error:

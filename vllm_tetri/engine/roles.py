@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from vllm_tetri.config import (
     CONNECTOR,
@@ -24,7 +24,6 @@ from vllm_tetri.config import (
     TetriConfig,
     control_host,
     decode_config,
-    encode_config,
     is_loopback,
     option_of,
     parse_pool,
@@ -33,7 +32,7 @@ from vllm_tetri.engine.compat import current_platform, is_cpu, memory_node
 from vllm_tetri.engine.prediction import name_of
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.security import read_secret, secret_file_of
-from vllm_tetri.transport.segments import require_memory, sweep_segments
+from vllm_tetri.transport.segments import abandoned_segments, require_memory
 from vllm_tetri.types import Role, rank_name
 
 if TYPE_CHECKING:
@@ -52,7 +51,11 @@ NAMES_KEY = "tetri_models"  # the names that the API server serves the model by
 OWNED = ("scheduler_cls", "kv_transfer_config")
 # Options that would be served wrongly with a role, and why. What else cannot be handed over is
 # served alone (`identity.why_alone`).
-REFUSED = {"kv_offloading_size": "vLLM replaces the connector that hands KV over by another one"}
+REFUSED = {
+    "kv_offloading_size": "vLLM replaces the connector that hands KV over by another one",
+    "ssl_certfile": "routers ask instances by plain HTTP; give the router the certificate",
+    "uds": "routers ask instances by TCP; leave it out",
+}
 # One process has to know which ranks have drained.
 _ONE_SERVER = (
     "--api-server-count %d: with --data-parallel-size and a role one API server is started"
@@ -68,12 +71,8 @@ def expand_role(
     """Set on a parsed namespace everything that follows from `--role`.
 
     Without a role nothing is changed. Running it twice changes nothing more. `given_options`
-    reads the user's options from the namespace.
-
-    Raises:
-        ConfigError: An option of ours is wrong, given without a role, or
-            contradicts one of the user's.
-        UnsupportedError: An enabled feature is not supported.
+    reads the user's options from the namespace. ConfigError if an option of ours is wrong, given
+    without a role, or contradicts another one; UnsupportedError if one cannot be combined.
     """
     role = getattr(namespace, "role", None)
     if role is None:
@@ -113,7 +112,7 @@ def expand_role(
     if is_cpu():
         _arrange_cpu_workers(namespace)
     # On Ctrl-C vLLM kills its engine process at once, so this one removes its segments.
-    atexit.register(sweep_segments)
+    atexit.register(abandoned_segments, remove=True)
 
 
 def _arrange_cpu_workers(namespace: argparse.Namespace) -> None:
@@ -129,11 +128,8 @@ def _arrange_cpu_workers(namespace: argparse.Namespace) -> None:
 
 
 def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) -> TetriConfig:
-    """Return the instance configuration that a namespace asks for.
-
-    Raises:
-        ConfigError: A value is wrong, or others could not reach the URL or the KV port.
-    """
+    """Return the instance configuration that a namespace asks for; ConfigError if a value is wrong,
+    or others could not reach the URL or the KV port."""
     port = getattr(namespace, "port", None) or 8000
     # Processes of one host differ by port. A pod of Kubernetes has a host name of its own.
     given.setdefault("instance", f"{role.value}-{platform.node()}-{port}")
@@ -145,9 +141,8 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
         given.setdefault("host", bound)  # KV comes the same way
     is_host_given = "host" in given
     reachable = str(given.get("host", "127.0.0.1")) if is_anywhere else bound
-    scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     address = f"[{reachable}]" if ":" in reachable else reachable
-    given.setdefault("url", f"{scheme}://{address}:{port}")
+    given.setdefault("url", f"http://{address}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
     given["drain_s"] = getattr(namespace, "shutdown_timeout", 0) or DRAIN_S
     config = decode_config({**given, "role": role.value})
@@ -212,7 +207,7 @@ def kv_transfer_config(config: TetriConfig, names: Sequence[str]) -> Any:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         engine_id=config.instance,
-        kv_connector_extra_config={CONFIG_KEY: encode_config(config), NAMES_KEY: list(names)},
+        kv_connector_extra_config={CONFIG_KEY: to_builtins(config), NAMES_KEY: list(names)},
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
-from vllm_tetri.engine.chunk_size import cuts_freely, dummy_request, is_dummy, remove_dummy_outputs
+from vllm_tetri.engine.chunk_size import cuts_freely, dummy_request, is_dummy
 from vllm_tetri.engine.compat import (
     COMPLETE,
     AsyncScheduler,
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 # Longest sleep of a step that only waits for KV, whose arrival ends it; delays new requests.
 ARRIVAL_WAIT_S = 0.005
-# Received KV is pinned this often in --tetri-hold-timeout, after which it would expire.
-_PINS_PER_HOLD = 8
 _ANY_BLOCKS = 1 << 40
 
 
@@ -80,14 +78,13 @@ class TetriScheduler(Scheduler):
         self.preemptions = self.decodes_done = 0
         self.continuations = Continuations(self)
         pad_no_drafts(self)
-        self.lengths = endpoint.lengths_store.outputs
         self.blocks = blocks = PromptBlocks(self.kv_cache_manager)
         self.pins = Pins(self.kv_cache_manager, blocks)
         total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self.gate = DecodeGate(
             load_policy("admission", config.decode_policy if blocks.growing else "greedy"),
             config.reserve_end,
-            lengths=self.lengths,
+            lengths=endpoint.lengths_store.outputs,
             block_size=blocks.block_tokens,
             total_blocks=total_blocks // max(1, len(blocks.growing)),
             draft_tokens=self.num_spec_tokens + self.num_lookahead_tokens,
@@ -103,7 +100,6 @@ class TetriScheduler(Scheduler):
         self._num_ready = 0  # that this step may admit in addition to started prompts
         self._padding: Request | None = None
         self._has_padded = self._is_stuck = False
-        self._pin_period_s, self._pinned_s = config.hold_timeout_s / _PINS_PER_HOLD, 0.0
         # Ranks of a mixture of experts step together: none may make the others wait.
         steps_alone = self.vllm_config.parallel_config.data_parallel_size == 1
         self._arrival_wait_s = ARRIVAL_WAIT_S if steps_alone else 0.0
@@ -113,7 +109,6 @@ class TetriScheduler(Scheduler):
             self.gate,
             endpoint,
         )
-        self._set_role(config.role)
         endpoint.scheduler = self
         endpoint.cache = self.kv_event_publisher = CacheLog(self, blocks)
 
@@ -129,18 +124,6 @@ class TetriScheduler(Scheduler):
             self.connector = TetriConnector(given, KVConnectorRole.SCHEDULER, self.kv_cache_config)
             self.connector_prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
 
-    def _set_role(self, role: Role) -> None:
-        """Work in a role from the next step on; between two steps."""
-        self.waiting.lane.free_blocks, self._shares = None, {}
-        has_predictor = (predictions := self._endpoint.predictions).predictor is not None
-        self.waiting.awaits_predictions = has_predictor and predictions.is_sequential
-        self._pads = role is Role.PREFILL and self._config.pad == "on"
-        self._chunk_tokens = self.max_num_scheduled_tokens = self.budget.chunk_tokens
-
-    def _take_role(self) -> None:
-        if (role := self._endpoint.take_role()) is not None:
-            self._set_role(role)
-
     def remaining_tokens(self, request: Request) -> int:
         """Return how many tokens of a waiting request are left to compute."""
         arriving_tokens = self._endpoint.receives.arriving_tokens(request.request_id)
@@ -150,7 +133,7 @@ class TetriScheduler(Scheduler):
     # -- requests ---------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        self._take_role()  # the side of KV transfer depends on it
+        self._endpoint.take_role()  # the side of KV transfer depends on it
         if request.request_id not in self.requests:  # else vLLM continues or refuses it
             self._add(request)
         super().add_request(request)
@@ -167,10 +150,6 @@ class TetriScheduler(Scheduler):
         self._endpoint.add(request, params)
         self._endpoint.times.add(request.request_id)
 
-    def admits(self, request: Request, missing_tokens: int) -> bool:
-        """Whether a waiting request with this much to compute may enter the batch now."""
-        return is_dummy(request.request_id) or self.gate.admit(request, missing_tokens)
-
     def record_decoded(self, request: Request) -> None:
         """Record the end of a request that was decoded here."""
         if request.num_output_tokens == 0 or is_dummy(request.request_id):
@@ -184,13 +163,13 @@ class TetriScheduler(Scheduler):
         is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         is_ready = super()._handle_blocked_waiting_request(request)
         if is_ready and is_new_to_grammar:
-            self.continuations.accept_grammar(request, self.structured_output_manager)
+            self.continuations.accept_grammar(request)
         return is_ready
 
     # -- a step -----------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._take_role()
+        self._endpoint.take_role()
         self._prepare_step()
         was_running = bool(self.running)
         output = super().schedule(throttle_prefills)
@@ -239,7 +218,7 @@ class TetriScheduler(Scheduler):
             # Leave the tokens added by `_set_budget` to the requests that are ready.
             left_tokens = self._chunk_tokens if self._num_ready else 0
             self._shares = share_in_order(self.running, left_tokens) if left_tokens else {}
-        if self._pads:
+        if self._config.pad == "on" and self._endpoint.info.role is Role.PREFILL:
             self._pad()
 
     def _free_per_group(self) -> int:
@@ -266,24 +245,20 @@ class TetriScheduler(Scheduler):
 
     def _count_ready(self) -> int:
         """Count requests that need only one token of a step: their KV is here or loading."""
-        receives = self._endpoint.receives
-        receives.pin_arrived(self.requests)
-        num_here = sum(receives.is_here(each.request_id) for each in self.waiting.first)
+        is_here = self._endpoint.receives.is_here
+        num_here = sum(is_here(each.request_id) for each in self.waiting.first)
         return len(self.kv_holding_waiting) + num_here
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent."""
-        receives, now = self._endpoint.receives, time.monotonic()
+        receives = self._endpoint.receives
         parked = self._endpoint.moves.num_waiting
         num_busy = len(self.running) + len(self.kv_holding_waiting) - parked
         if not num_busy and 0 < len(self.waiting) + parked <= receives.num_waiting + parked:
             receives.wait(self._arrival_wait_s)
-        if self.waiting.held_back or now - self._pinned_s >= self._pin_period_s:
-            self._pinned_s = now
-            receives.pin_arrived(self.requests)
         for request_id, prior_output in receives.take_outputs():
-            request, manager = self.requests[request_id], self.structured_output_manager
-            self.continuations.begin_late(request, prior_output, manager)
+            self.continuations.begin_late(self.requests[request_id], prior_output)
+        receives.pin_arrived(self.requests)
 
     def _decode_tokens(self) -> int:
         """Return the tokens that decodes take of this step: one each, and drafts."""
@@ -348,13 +323,13 @@ class TetriScheduler(Scheduler):
         self._endpoint.predictions.take(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in outputs.values():
+            if self._has_padded:
+                each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
             self._endpoint.times.end_step(each.outputs)
             self._endpoint.moves.tell_moved(self.continuations.show(each.outputs))
             pass_on_logprobs(each.outputs)
         ended = self._endpoint.sends.refused | self._endpoint.receives.unmoved
         end_requests(self, ended, outputs)
-        if self._has_padded:
-            remove_dummy_outputs(outputs)
         return outputs
 
 
@@ -370,12 +345,9 @@ def make_scheduler(**kwargs: Any) -> Scheduler:
 
 @cache
 def require_supported(version: str = vllm.__version__) -> None:
-    """Check that this package fits the installed vLLM; a release that was not tested but follows
-    a tested one only brings a warning, once per process.
-
-    Raises:
-        UnsupportedError: It does not fit; the message names the seam.
-    """
+    """Raise an UnsupportedError that names the seam if this package does not fit the installed
+    vLLM; a release that was not tested but follows a tested one only brings a warning, once per
+    process."""
     ours = (TetriScheduler, TetriConnector, PrefillQueue, CalmExecutor, CountsOnce)
     if warning := require_contract(ours, version):
         logger.warning(warning)

@@ -18,9 +18,9 @@ import queue
 import time
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.blocks import IdsByGroup, PromptBlocks
-from vllm_tetri.engine.compat import COMPLETE, KVCacheManager, Request, SchedulerOutput
-from vllm_tetri.engine.dispatcher import Dispatcher, is_final, is_short
+from vllm_tetri.engine.blocks import IdsByGroup
+from vllm_tetri.engine.compat import COMPLETE, Request, SchedulerOutput
+from vllm_tetri.engine.dispatcher import Dispatcher, is_short
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.step import (
     FirstTokens,
@@ -32,7 +32,7 @@ from vllm_tetri.engine.step import (
     Write,
     encode_note,
 )
-from vllm_tetri.engine.transfers import Send
+from vllm_tetri.engine.transfers import Send, Sending
 from vllm_tetri.handover import (
     MAX_ATTEMPTS,
     Fetch,
@@ -58,20 +58,10 @@ class SendSide:
     """Requests whose prompt is computed here for another instance."""
 
     def __init__(
-        self,
-        config: TetriConfig,
-        layout: KVLayout,
-        blocks: PromptBlocks,
-        max_model_len: int,
-        kv_cache: KVCacheManager,
-        dispatcher: Dispatcher,
+        self, config: TetriConfig, layout: KVLayout, scheduler: Sending, dispatcher: Dispatcher
     ) -> None:
-        self._config = config
-        self._layout = layout
-        self._blocks = blocks
-        self._max_model_len = max_model_len
-        self._kv_cache = kv_cache
-        self._dispatcher = dispatcher
+        self._config, self._layout, self._dispatcher = config, layout, dispatcher
+        self._blocks, self._kv_cache = scheduler.blocks, scheduler.kv_cache_manager
         self._sends: dict[str, Send] = {}
         self._stops, self._frees = list[str](), list[str]()
         self._notes: list[tuple[str, bytes]] = []
@@ -233,7 +223,7 @@ class SendSide:
         if send is None:
             return False, None
         handed_over = request.status in COMPLETE
-        is_whole = handed_over and not send.is_fetch and is_final(request, self._max_model_len)
+        is_whole = handed_over and not send.is_fetch and self._dispatcher.is_final(request)
         if handed_over:
             self.prefills_done += not send.is_fetch
             if not is_whole and self._choose(send):

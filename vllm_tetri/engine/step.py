@@ -57,11 +57,7 @@ encode_note: Callable[[Note], bytes] = msgspec.msgpack.encode
 
 
 def decode_note(message: bytes) -> Note:
-    """Return the note in a message.
-
-    Raises:
-        ProtocolError: The message holds something else, or is too long.
-    """
+    """Return the note in a message; ProtocolError if it holds something else, or is too long."""
     if len(message) > MAX_NOTE_BYTES:
         raise ProtocolError(f"a note of {len(message)} bytes; at most {MAX_NOTE_BYTES} are allowed")
     try:

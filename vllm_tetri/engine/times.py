@@ -36,7 +36,7 @@ class RequestTimes:
         """Record requests that a step has for the first time."""
         for each in requests:
             times = self._by_id.get(each.req_id)
-            if times is not None:
+            if times is not None and times.begun_s is None:  # V2 gets preempted ones as new
                 times.begun_s, times.cached_tokens = time.monotonic(), each.num_computed_tokens
                 self._computing.add(each.req_id)
 

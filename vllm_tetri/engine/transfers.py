@@ -10,21 +10,35 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
-from vllm_tetri.engine.blocks import IdsByGroup
+from vllm_tetri.engine.blocks import IdsByGroup, PromptBlocks
 from vllm_tetri.engine.compat import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    KVCacheManager,
     Request,
     RequestStatus,
     Scheduler,
 )
+from vllm_tetri.engine.continuation import Continuations
+from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.step import FREED
 from vllm_tetri.handover import DecodeParams, Fetch, PrefillParams, attempt_name
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.transport.native import Slot
 from vllm_tetri.types import InstanceId, TransferId
+
+
+class Sending(Protocol):
+    """What those that send KV read of the scheduler."""
+
+    requests: dict[str, Request]
+    kv_cache_manager: KVCacheManager
+    blocks: PromptBlocks
+    continuations: Continuations
+    clock: StepClock
+    num_spec_tokens: int  # most drafts of a decode
 
 
 @dataclass(slots=True)

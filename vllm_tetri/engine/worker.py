@@ -56,7 +56,6 @@ class KVWorker:
 
     def __init__(
         self,
-        *,
         config: TetriConfig,
         identity: dict[str, str],
         mover: BlockMover,
@@ -372,7 +371,7 @@ class KVWorker:
     def settle(self) -> None:
         """Stop all transfers and wait until no copy reads or writes KV, at most a while: vLLM is
         about to unmap a device's. No load or write may be ordered meanwhile."""
-        if self._mover.device is None:
+        if isinstance(self._mover, HostMover):
             return
         for sending in self.sending.values():
             sending.transfer.cancel()

@@ -23,7 +23,7 @@ from vllm_tetri.launch.display import Display
 from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
 from vllm_tetri.launch.process import ChildProcess, StartError
 from vllm_tetri.router.auth import KEY_VARIABLE, fingerprint_of
-from vllm_tetri.transport.segments import sweep_segments
+from vllm_tetri.transport.segments import abandoned_segments
 from vllm_tetri.types import Role, server_name
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class KeptCluster:
         await asyncio.gather(*(keeper.child.stop() for keeper in self._keepers if keeper.child))
         if self.options.ready_file is not None:
             self.options.ready_file.unlink(missing_ok=True)
-        sweep_segments()
+        abandoned_segments(remove=True)
         self.display.end("stopped")
 
     def _on_signal(self, number: signal.Signals) -> None:

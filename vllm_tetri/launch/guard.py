@@ -17,7 +17,6 @@ It ends with the command's exit status, or 128 + signal number.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -28,7 +27,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from vllm_tetri.transport.segments import sweep_segments
+from vllm_tetri.transport.segments import abandoned_segments
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -42,30 +41,23 @@ GRACE_S = 10.0
 
 def guarded(words: Sequence[str], cores: Sequence[int] = (), nice: int = 0) -> list[str]:
     """The command line of a command below a guard whose parent is this process."""
-    guard = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
-    guard += ["--nice", str(nice), "--cores", ",".join(map(str, cores))]
-    return [*guard, "--", *words]
+    guard = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard"]
+    return [*guard, str(os.getpid()), str(nice), ",".join(map(str, cores)), *words]
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; the module says what is promised."""
-    parser = argparse.ArgumentParser(prog="guard")
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--nice", type=int, default=0)
-    parser.add_argument("--cores", default="")
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args(arguments)
+    parent, nice, cores, *command = arguments  # as `guarded` writes them
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
     _prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    if os.getppid() != options.parent:
+    if os.getppid() != int(parent):
         return 1
-    if options.cores:
-        os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
-    if options.nice:
-        os.nice(options.nice)
-    return _Tree(_spawn(options.command), options.parent).run()
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    os.nice(int(nice))
+    return _Tree(_spawn(command), int(parent)).run()
 
 
 class _Tree:
@@ -90,7 +82,7 @@ class _Tree:
                 break
         self._end_rest()
         if self._status is None or self._status < 0:
-            sweep_segments()
+            abandoned_segments(remove=True)
         status = -signal.SIGKILL if self._status is None else self._status
         return status if status >= 0 else 128 - status
 

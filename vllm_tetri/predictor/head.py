@@ -97,15 +97,11 @@ class Learner:
         self._num_new += 1
 
     def refresh(self) -> None:
-        """Solve for the map anew if enough samples are new."""
-        if self._num_new > _NEW_PART * self.num_samples:
-            self.fit()
-
-    def fit(self) -> None:
-        """Publish the `weights` of the samples, if there are enough."""
-        count, self._num_new = self.num_samples, 0
-        if count < _LEAST_SAMPLES:
+        """Publish the `weights` of the samples if there are enough, and enough new ones."""
+        count = self.num_samples
+        if count < _LEAST_SAMPLES or self._num_new <= _NEW_PART * count:
             return
+        self._num_new = 0
         states, tokens = self._states[:count].astype(np.float32), self._tokens[:count]
         deviation = states.std(axis=0)
         # Few samples say little of the scale of one dimension.

@@ -13,10 +13,8 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import uniform
 
@@ -38,13 +36,13 @@ _BETTER = 0.97  # of the histogram's error, to begin with
 _log = logging.getLogger(__name__)
 
 
-def replace_file(path: Path, what: str, write: Callable[[Path], object]) -> None:
-    """Replace a file, which others may read or write at the same time, by what is written to the
-    path that `write` gets. A file that cannot be written is one warning."""
+def replace_file(path: Path, what: str, content: bytes) -> None:
+    """Replace a file, which others may read or write at the same time. If it cannot be written,
+    that is one warning."""
     own = path.with_suffix(f".{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(own)
+        own.write_bytes(content)
         own.replace(path)
     except OSError as error:
         _log.warning("%s cannot be saved: %s. Check its folder.", what, error)
@@ -95,7 +93,7 @@ class HeadPredictor:
         self._states: dict[str, list[_State]] = {}  # of prompts that are here
         self._parked: OrderedDict[str, list[_State]] = OrderedDict()  # by transfer
         self._found: list[tuple[str, Prediction | None]] = []
-        self._learner = Learner(width)
+        self.learner = Learner(width)
         self._given: Weights | None = None  # by another instance of the model
         self._shared_s = 0.0  # when weights were last sent or given
         # States of outputs that ended, their tokens, and whether they were cut; not learnt yet.
@@ -109,14 +107,9 @@ class HeadPredictor:
         self._trainer.start()
 
     @property
-    def num_samples(self) -> int:
-        """Return from how many states it has learnt."""
-        return self._learner.num_samples
-
-    @property
     def weights(self) -> Weights | None:
         """Return the own map, unless another one has seen twice as many outputs."""
-        own, given = self._learner.weights, self._given
+        own, given = self.learner.weights, self._given
         return own if given is None or (own and 2 * own.num_samples > given.num_samples) else given
 
     # -- Predictor ----------------------------------------------------------------
@@ -194,7 +187,7 @@ class HeadPredictor:
     def share(self, now: float) -> bytes | None:
         """Return the map that other instances are to have, if none was told of as good ones
         lately. Instances wait for different times, so that one of them speaks (any thread)."""
-        weights = self._learner.weights
+        weights = self.learner.weights
         if weights is None or weights is not self.weights or now < self._shared_s:
             return None
         self._shared_s = now + _SHARE_PERIOD_S * uniform(1, 2)
@@ -203,8 +196,8 @@ class HeadPredictor:
     def adopt(self, packed: bytes, now: float) -> None:
         """Use what another instance has learnt while it has seen more outputs (any thread).
         ValueError if that is no map of states like those here."""
-        weights = Weights.unpack(packed, self._learner.width)
-        own = self._learner.weights
+        weights = Weights.unpack(packed, self.learner.width)
+        own = self.learner.weights
         if own is None or weights.num_samples >= 0.9 * own.num_samples:
             self._shared_s = now + _SHARE_PERIOD_S * uniform(1, 2)
         if self._given is None or 2 * weights.num_samples > self._given.num_samples:
@@ -224,28 +217,26 @@ class HeadPredictor:
                 states, num_tokens, is_cut = self._ended.popleft()
                 self.comparison.judge(states, num_tokens, is_cut=is_cut)
                 for state in states:
-                    self._learner.add(state.values, num_tokens, is_cut=is_cut)
-            self._refresh()
+                    self.learner.add(state.values, num_tokens, is_cut=is_cut)
+            try:
+                self.learner.refresh()
+            except np.linalg.LinAlgError as error:  # comes again when more outputs are new
+                _log.warning(
+                    "lengths are predicted by what was learnt before, until more outputs are new: "
+                    "the newest could not be learnt from (%s)", error
+                )  # fmt: skip
             is_due = is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S
             if is_due and (weights := self.weights) is not saved and weights is not None:
                 saved_s, saved = time.monotonic(), weights
-                write = partial(Path.write_bytes, data=weights.pack())
-                replace_file(self._path, "what the length head learnt", write)
+                replace_file(self._path, "what the length head learnt", weights.pack())
             if is_closed:
                 return
             busy_s = time.monotonic() - began
             self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / SHARE - 1)))
 
-    def _refresh(self) -> None:
-        try:
-            self._learner.refresh()
-        except np.linalg.LinAlgError as error:  # comes again when more outputs are new
-            _log.warning("lengths are predicted by what was learnt before, until more outputs are "
-                         "new: the newest could not be learnt from (%s)", error)  # fmt: skip
-
     def _load(self) -> None:
         try:
-            self._given = Weights.unpack(self._path.read_bytes(), self._learner.width)
+            self._given = Weights.unpack(self._path.read_bytes(), self.learner.width)
         except FileNotFoundError:
             pass  # the first start with this model
         except (OSError, ValueError) as error:

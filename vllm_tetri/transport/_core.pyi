@@ -41,7 +41,6 @@ class Layout:
         wire_bytes: int = 0,
         is_device: bool = False,
     ) -> None: ...
-    num_layers: int
     num_blocks: int
     block_bytes: int  # of a slot's block, with what is skipped
     is_device: bool
@@ -88,10 +87,8 @@ class ReceiverStats:
     unclaimed: int  # slots that are ARRIVED and not taken
     quarantined: int  # slots that were cancelled, but a writer may still be writing
     connections: int
-    threads: int
     arrived: int
     expired: int
-    cancelled: int
     refused_full: int
     refused_identity: int
     refused_unauthenticated: int  # peers without proof of the key
@@ -108,14 +105,13 @@ class Receiver:
         self,
         *,
         arena_bytes: int,
-        host: str,
-        port: int,  # 0: any free port
         identity: dict[str, str],
-        fill_timeout_s: float,  # no progress of a FILLING slot for this long: freed
-        hold_timeout_s: float,  # ARRIVED but not taken for this long: freed
+        host: str = "127.0.0.1",
+        port: int = 0,  # any free port
+        fill_timeout_s: float = 30.0,  # no progress of a FILLING slot for this long: freed
+        hold_timeout_s: float = 60.0,  # ARRIVED but not taken for this long: freed
         max_connections: int = 4096,
         key: bytes = b"",  # 32 bytes that senders must prove to hold; empty: no proof
-        offers: dict[str, bytes] = {},  # see `offer`
         has_host_memory: bool = True,
     ) -> None: ...
     endpoint: str  # "host:port"
@@ -135,8 +131,8 @@ class Receiver:
         of the same name for fill_timeout_s."""
     def abandon(self, prefix: str, kept: list[str], reason: str) -> None:
         """Fail slots whose names begin with `prefix`, unless TAKEN or in `kept`."""
-    def receive(self, timeout_s: float) -> bytes | None:
-        """(waits) Oldest message from a `Sender.send`; the bounded queue drops the newest."""
+    def receive(self) -> bytes | None:
+        """Oldest message from a `Sender.send`; the bounded queue drops the newest."""
     def stats(self) -> ReceiverStats: ...
     def close(self) -> None: ...  # idempotent
 
@@ -230,15 +226,6 @@ class Order:
     def is_done(self) -> bool:
         """Ended, and no thread reads staged memory."""
 
-class SenderStats:
-    transfers: int
-    peers: int
-    threads: int
-    done: int
-    failed: int
-    cancelled: int
-    bytes_sent: int
-
 class Sender:
     """Dials receivers and pushes blocks. Owns its threads and connections; a connection is
     opened on first use and closed when unused for a while. Thread-safe."""
@@ -268,7 +255,6 @@ class Sender:
     def exclude(self, endpoint: str, kind: str) -> None:
         """Use this kind of link to the endpoint no more. The session that does ends, and its
         transfers fail with PEER_LOST."""
-    def stats(self) -> SenderStats: ...
     def close(self) -> None:
         """(waits) Cancel everything. Waits 5 s for orders that were begun; connections whose orders
         have not ended by then stay open. Idempotent."""

@@ -165,9 +165,6 @@ class HostMover:
     def adopt(self, memory: Rows) -> None:
         """Do nothing: the native core reaches all host memory."""
 
-    def settle(self) -> None:
-        """Do nothing: copies are over when they return."""
-
     def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
         """Copy blocks to rows."""
         self.layout.copy_rows(block_ids, memory, rows, to_blocks=False)

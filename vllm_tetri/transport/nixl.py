@@ -15,7 +15,6 @@ exchanged, not from being read.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import struct
 import threading
@@ -27,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_tetri.errors import ConfigError, TetriError, TransferError
+from vllm_tetri.errors import TransferError
 from vllm_tetri.transport.device import DeviceEvent, places_of, span_of
-from vllm_tetri.transport.links import parse_link
+from vllm_tetri.transport.links import link_kinds, parse_link
 from vllm_tetri.transport.native import Arena, Layout, Order, Receiver
 
 logger = logging.getLogger(__name__)
@@ -40,22 +39,14 @@ POLL_IDLE_S, POLL_BUSY_S = 0.01, 0.0002
 _HEAD = struct.Struct("<QQ5x")  # address, bytes; metadata follows
 
 
-def has_nixl() -> bool:
-    """Whether the package is installed."""
-    return importlib.util.find_spec("nixl") is not None
-
-
-def load_nixl() -> Any:
-    """Import NIXL's Python interface; ConfigError that says what to install if it is missing."""
+def _make_agent(side: str) -> Any:
+    """Start NIXL; TransferError that says what to install if it is missing."""
     try:
-        return importlib.import_module("nixl._api")
+        api = importlib.import_module("nixl._api")
     except ImportError as error:
-        raise ConfigError(
+        raise TransferError(
             f"--tetri-link nixl needs the package nixl ({error}): {INSTALL}"
         ) from None
-
-
-def _make_agent(api: Any, side: str) -> Any:
     config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     try:
         agent = api.nixl_agent(f"tetri-{side}-{uuid.uuid4().hex}", config)
@@ -78,7 +69,7 @@ class NixlReceiver:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._agent = _make_agent(load_nixl(), "receiver")
+        self._agent = _make_agent("receiver")
         self._arena = Arena(receiver.segment)
         address, num_bytes = self._arena.address, self._arena.num_bytes
         row = _regions(np.array([address], np.uint64), num_bytes, 0)
@@ -115,15 +106,15 @@ class NixlReceiver:
 
 def offer_nixl(receiver: Receiver, option: str, host: str) -> NixlReceiver | None:
     """Offer a receiver's arena where `--tetri-link` wants NIXL: always, or with `auto` if peers may
-    be on other hosts and NIXL works here. ConfigError or TransferError if it must, and cannot."""
-    kind = parse_link(option).kind
+    be on other hosts and NIXL works here. TransferError if it must, and cannot."""
+    is_wanted = parse_link(option).kind == KIND
     is_local = host.startswith("127.") or host == "localhost"
-    if not (kind == KIND or (kind == "auto" and has_nixl() and not is_local)):
+    if KIND not in link_kinds(option, is_device=True) or (is_local and not is_wanted):
         return None
     try:
         return NixlReceiver(receiver)
-    except TetriError as error:
-        if kind == KIND:
+    except TransferError as error:
+        if is_wanted:
             raise
         logger.warning("peers on other hosts use TCP to send KV here: %s", error)
         return None
@@ -162,10 +153,7 @@ class NixlWire:
         """Prepare a write; it starts when `after` is over. TransferError if the receiver's offer
         cannot be opened, or has never worked; ValueError if it is smaller than its slots."""
         if self.agent is None:
-            try:
-                self.agent = _make_agent(load_nixl(), "sender")
-            except ConfigError as error:
-                raise TransferError(str(error)) from error
+            self.agent = _make_agent("sender")
         peer = self._peers.get(order.endpoint)
         if peer is None or peer.offer != order.offer or (peer.has_worked and peer.has_failed):
             self._forget(order.endpoint)
@@ -223,8 +211,7 @@ class NixlWire:
             self._known[id(layout)] = layout
 
     def has_room(self) -> bool:
-        """Return True: UCX queues by itself, and the caller bounds its orders."""
-        return True
+        return True  # UCX queues by itself, and the caller bounds its orders
 
     def disconnect(self, peer: _Peer) -> None:
         """Leave a receiver, which ends what is being written to it. Idempotent."""

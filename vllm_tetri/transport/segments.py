@@ -101,8 +101,3 @@ def abandoned_segments(folder: Path = SHARED_MEMORY, *, remove: bool = False) ->
                 path.unlink(missing_ok=True)
             found.append(path)
     return found
-
-
-def sweep_segments(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the abandoned arenas of this user and return their paths."""
-    return abandoned_segments(folder, remove=True)

@@ -183,7 +183,7 @@ class StagedWire:
 
 def _dense(layout: Layout, num_blocks: int, owner: Any) -> Layout:
     """Describe rows of host memory that have the bytes of `layout` where its slot has them."""
-    starts, strides = layout.starts, np.full(layout.num_layers, layout.block_bytes, np.uint64)
+    starts, strides = layout.starts, np.full(len(layout.starts), layout.block_bytes, np.uint64)
     bases = np.uint64(owner.address) + starts
     return Layout(bases, strides, layout.page_bytes, num_blocks, owner, starts, layout.block_bytes)
 

@@ -29,9 +29,6 @@ class Arena {
   void close();
 
  private:
-  // Where those blocks are. Throws as above; `mutex_` is held.
-  const uint8_t* blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-                           size_t num_blocks) const;
   ControlWord& word(uint32_t control);  // not for use while the arena is closed
 
   std::shared_mutex mutex_;

@@ -21,7 +21,6 @@ struct ReceiverOptions {
   Duration hold_timeout{};
   uint32_t max_connections = 4096;  // a rank of a sender has up to three
   std::string key;                  // senders must prove that they hold it; empty: anybody may come
-  Offers offers;                    // to senders, beside the segment
   bool has_host_memory = true;      // otherwise slots are offsets into memory of the caller's
 };
 
@@ -39,7 +38,6 @@ struct ArenaState {
         segment(Segment::create(options.has_host_memory ? options.arena_bytes : 0,
                                 options.arena_bytes > 0)),
         wake(make_event()),
-        offers(options.offers),
         table(options.has_host_memory ? segment.arena_bytes() : options.arena_bytes,
               options.has_host_memory ? kHeaderBytes : 0, segment.control(), options.fill_timeout,
               options.hold_timeout) {}
@@ -50,7 +48,7 @@ struct ArenaState {
 
   std::mutex mutex;  // guards everything below
   std::condition_variable changed;
-  Offers offers;
+  Offers offers;  // to senders, beside the segment
   SlotTable table;
   std::deque<std::string> messages;
   ReceiverCounters counters;

@@ -19,18 +19,11 @@
 
 namespace tetri {
 
-class Connection;
-
-// What a connection needs from the service: other connections of the same sender.
-class Sessions {
- public:
-  virtual ~Sessions() = default;
-  virtual Connection* session(uint64_t id) = 0;
-};
+class Service;
 
 class Connection {
  public:
-  Connection(uint64_t id, Fd fd, ArenaState& state, Sessions& sessions, TimePoint now);
+  Connection(uint64_t id, Fd fd, ArenaState& state, Service& service, TimePoint now);
 
   // Moves what can be moved now. Throw LinkError when the connection is over, FrameError when the
   // peer broke the protocol.
@@ -85,7 +78,7 @@ class Connection {
   const uint64_t id_;
   Fd fd_;
   ArenaState& state_;
-  Sessions& sessions_;
+  Service& service_;  // knows the other connections of the same sender
   Phase phase_ = Phase::kNew;
   std::optional<Authenticator> authenticator_;  // until the peer has proved that it holds the key
   Proven proven_;

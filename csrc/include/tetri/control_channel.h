@@ -17,7 +17,7 @@ class ControlChannel {
   int fd() const { return fd_.get(); }
   bool wants_write() const { return !out_.empty(); }
   void send(const std::string& frame);  // queues, and sends what fits
-  void flush();
+  void flush() { send_queued(fd_.get(), &out_); }
   void receive();  // feeds the parser with what is there
   bool next(Frame* frame) { return parser_.next(frame); }
   // Blocks for one frame of the handshake. Throws LinkError, also for Refused.

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 namespace tetri {
 
@@ -62,18 +63,12 @@ class FrameError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A frame of ours in another protocol version.
-class VersionError : public FrameError {
- public:
-  using FrameError::FrameError;
-};
-
 struct Header {
   Type type;
   uint32_t length;
 };
 
-// `bytes` holds kHeaderSize bytes. Throws FrameError or VersionError.
+// `bytes` holds kHeaderSize bytes. Throws FrameError.
 Header parse_header(const uint8_t* bytes);
 void write_header(uint8_t* bytes, Type type, uint32_t length);
 
@@ -118,10 +113,7 @@ struct Hello {
   Identity identity;
   uint32_t rank = 0, num_ranks = 1;
   std::string boot_id;
-  template <typename F>
-  void fields(F& f) {
-    f(identity), f(rank), f(num_ranks), f(boot_id);
-  }
+  auto fields() { return std::tie(identity, rank, num_ranks, boot_id); }
 };
 
 struct Welcome {
@@ -132,44 +124,31 @@ struct Welcome {
   uint32_t has_host_memory = 1;  // slots are in the segment, not in memory that an offer names
   Offers offers;
   std::string mac;  // of Hello and this, without it; empty without a key
-  template <typename F>
-  void fields(F& f) {
-    f(session), f(segment), f(nonce), f(has_host_memory), f(offers), f(mac);
-  }
+  auto fields() { return std::tie(session, segment, nonce, has_host_memory, offers, mac); }
 };
 
 struct Refused {
   static constexpr Type kType = Type::kRefused;
   std::string reason;
-  template <typename F>
-  void fields(F& f) {
-    f(reason);
-  }
+  auto fields() { return std::tie(reason); }
 };
 
 struct LinkChoice {
   static constexpr Type kType = Type::kLink;
   std::string kind;
   std::string mac;  // of Hello, Welcome and this, without it; empty without a key
-  template <typename F>
-  void fields(F& f) {
-    f(kind), f(mac);
-  }
+  auto fields() { return std::tie(kind, mac); }
 };
 
 struct Join {
   static constexpr Type kType = Type::kJoin;
   uint64_t session = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(session);
-  }
+  auto fields() { return std::tie(session); }
 };
 
 struct Joined {
   static constexpr Type kType = Type::kJoined;
-  template <typename F>
-  void fields(F&) {}
+  auto fields() { return std::tie(); }
 };
 
 struct Open {
@@ -177,10 +156,7 @@ struct Open {
   uint64_t request = 0;
   std::string transfer;
   uint64_t num_blocks = 0, block_bytes = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(request), f(transfer), f(num_blocks), f(block_bytes);
-  }
+  auto fields() { return std::tie(request, transfer, num_blocks, block_bytes); }
 };
 
 struct Opened {
@@ -191,38 +167,31 @@ struct Opened {
   uint64_t offset = 0;  // of this rank's part, from the start of the segment
   uint32_t control = 0;
   std::string error;
-  template <typename F>
-  void fields(F& f) {
-    f(request), f(status), f(generation), f(offset), f(control), f(error);
-  }
+  auto fields() { return std::tie(request, status, generation, offset, control, error); }
 };
 
 struct Done {
   static constexpr Type kType = Type::kDone;
   uint64_t generation = 0, total_bytes = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(generation), f(total_bytes);
-  }
+  auto fields() { return std::tie(generation, total_bytes); }
 };
 
-struct Confirm {
-  static constexpr Type kType = Type::kConfirm;
+// All that these say is which slot they are about.
+template <Type type>
+struct OfSlot {
+  static constexpr Type kType = type;
   uint64_t generation = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(generation);
-  }
+  auto fields() { return std::tie(generation); }
 };
+using Confirm = OfSlot<Type::kConfirm>;
+using Stopped = OfSlot<Type::kStopped>;
+using Progress = OfSlot<Type::kProgress>;
 
 struct Cancel {
   static constexpr Type kType = Type::kCancel;
   uint64_t generation = 0;
   std::string reason;
-  template <typename F>
-  void fields(F& f) {
-    f(generation), f(reason);
-  }
+  auto fields() { return std::tie(generation, reason); }
 };
 
 struct Stop {
@@ -230,29 +199,14 @@ struct Stop {
   uint64_t generation = 0;
   uint32_t status = 0;
   std::string reason;
-  template <typename F>
-  void fields(F& f) {
-    f(generation), f(status), f(reason);
-  }
-};
-
-struct Stopped {
-  static constexpr Type kType = Type::kStopped;
-  uint64_t generation = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(generation);
-  }
+  auto fields() { return std::tie(generation, status, reason); }
 };
 
 struct Read {
   static constexpr Type kType = Type::kRead;
   uint64_t read = 0, generation = 0, offset = 0, length = 0;
   uint64_t after_bytes = 0;  // answer when this many bytes of this rank have arrived
-  template <typename F>
-  void fields(F& f) {
-    f(read), f(generation), f(offset), f(length), f(after_bytes);
-  }
+  auto fields() { return std::tie(read, generation, offset, length, after_bytes); }
 };
 
 struct ReadData {
@@ -261,63 +215,39 @@ struct ReadData {
   uint32_t status = 0;
   uint64_t offset = 0;  // from the start of what was asked for
   std::string payload;
-  template <typename F>
-  void fields(F& f) {
-    f(read), f(status), f(offset), f(payload);
-  }
+  auto fields() { return std::tie(read, status, offset, payload); }
 };
 
 struct Message {
   static constexpr Type kType = Type::kMessage;
   uint64_t id = 0;
   std::string payload;
-  template <typename F>
-  void fields(F& f) {
-    f(id), f(payload);
-  }
+  auto fields() { return std::tie(id, payload); }
 };
 
 struct MessageAck {
   static constexpr Type kType = Type::kMessageAck;
   uint64_t id = 0;
   uint32_t status = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(id), f(status);
-  }
+  auto fields() { return std::tie(id, status); }
 };
 
 struct Challenge {
   static constexpr Type kType = Type::kChallenge;
   std::string nonce;
-  template <typename F>
-  void fields(F& f) {
-    f(nonce);
-  }
+  auto fields() { return std::tie(nonce); }
 };
 
 struct Proof {
   static constexpr Type kType = Type::kProof;
   std::string proof;
-  template <typename F>
-  void fields(F& f) {
-    f(proof);
-  }
-};
-
-struct Progress {
-  static constexpr Type kType = Type::kProgress;
-  uint64_t generation = 0;
-  template <typename F>
-  void fields(F& f) {
-    f(generation);
-  }
+  auto fields() { return std::tie(proof); }
 };
 
 template <typename T>
 std::string body_of(T message) {
   Encoder encoder;
-  message.fields(encoder);
+  std::apply([&](const auto&... values) { (encoder(values), ...); }, message.fields());
   return encoder.take();
 }
 
@@ -342,7 +272,7 @@ T decode(const Frame& frame) {
   }
   T message;
   Decoder decoder(frame.body);
-  message.fields(decoder);
+  std::apply([&](auto&... values) { (decoder(values), ...); }, message.fields());
   decoder.end();
   return message;
 }

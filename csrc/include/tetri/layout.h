@@ -27,7 +27,6 @@ class Layout {
   // std::invalid_argument when there are no such pages.
   Layout part(size_t first, size_t count) const;
 
-  size_t num_layers() const { return bases_.size(); }
   uint64_t num_blocks() const { return num_blocks_; }
   uint64_t block_bytes() const { return block_bytes_; }
   uint64_t payload_bytes() const { return payload_bytes_; }  // of a block, without what is skipped

@@ -36,12 +36,15 @@ class Link {
   virtual void cancel(const Transfer& transfer) = 0;
   // Moves some bytes; true when it could go on at once. Throws LinkError when the peer is lost.
   virtual bool pump() = 0;
-  // Writes that are through (or dropped because their transfer is over) since the last call.
-  virtual std::vector<WriteOpPtr> take_completed() = 0;
   // Sockets to wait for, and what became of them.
-  virtual void watch(std::vector<pollfd>* fds) const = 0;
-  virtual void ready(const pollfd& fd) = 0;
-  virtual void read_data(ReadData data) = 0;  // the answer to a read over the control channel
+  virtual void watch(std::vector<pollfd>*) const {}
+  virtual void ready(const pollfd&) {}
+  virtual void read_data(ReadData) {}  // the answer to a read over the control channel
+  // Writes that are through (or dropped because their transfer is over) since the last call.
+  std::vector<WriteOpPtr> take_completed() { return std::exchange(completed_, {}); }
+
+ protected:
+  std::vector<WriteOpPtr> completed_;
 };
 
 // `segment` is the receiver's arena, mapped and verified.

@@ -33,6 +33,9 @@ void tune(int fd, bool data, bool mortal);
 // Bytes moved; 0 when the call would block. Throws kPeerLost when the other side is gone.
 size_t receive_some(int fd, void* buffer, size_t length);
 size_t send_some(int fd, const void* buffer, size_t length);
+size_t moved_or_throw(ssize_t moved, int error);  // of a call that sent
+// Sends what fits of what is queued, and takes it out.
+size_t send_queued(int fd, std::string* queued);
 
 // Waits for `events` on fd. False after `deadline`; throws kClosed when cancel_fd is readable.
 bool wait_for(int fd, short events, TimePoint deadline, int cancel_fd);

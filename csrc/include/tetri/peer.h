@@ -94,7 +94,6 @@ class Peer {
   void execute(std::deque<Command> commands);
   bool connect(std::deque<Command>* commands);
   void turn();
-  void wait_and_receive(bool busy);
   void apply(Command& command);
   void open(const TransferPtr& transfer);
   void apply_granted(Entry& entry, Command& command);

@@ -28,7 +28,7 @@ constexpr size_t kKeyBytes = 32;
 
 // Empty, which means that no proof is asked for, or kKeyBytes long. Throws
 // std::invalid_argument.
-const std::string& checked_key(const std::string& key);
+void check_key(const std::string& key);
 
 enum class Side { kSender, kReceiver };
 

@@ -12,13 +12,9 @@ namespace tetri {
 
 class Service;
 
-struct ReceiverStats {
+struct ReceiverStats : TableCounters, ReceiverCounters {
   uint64_t arena_total_bytes = 0, arena_used_bytes = 0, quarantined_bytes = 0;
   uint64_t slots = 0, filling = 0, unclaimed = 0, quarantined = 0;
-  uint64_t connections = 0, threads = 0;
-  uint64_t arrived = 0, expired = 0, cancelled = 0;
-  uint64_t refused_full = 0, refused_identity = 0, refused_unauthenticated = 0;
-  uint64_t bad_frames = 0, bytes_received = 0;
 };
 
 // Thread-safe. Owns the segment and the service thread; `close` ends both and wakes all waiters.
@@ -39,7 +35,7 @@ class Receiver {
   void cancel(const std::string& transfer);
   void abandon(const std::string& prefix, const std::vector<std::string>& kept,
                const std::string& reason);
-  std::optional<std::string> receive(Duration timeout);  // blocks
+  std::optional<std::string> receive();  // the oldest message, if there is one
   ReceiverStats stats();
   void close();
 

@@ -23,6 +23,7 @@ struct ControlWord {
   std::atomic<uint64_t> progress;  // grows with every block that a writer has copied
   std::atomic<uint64_t> holders;   // writes of the receiver's own process into the slot
 
+  bool is_of(uint64_t generation) const { return live.load() == generation; }
   // Keeps the slot's memory from being given to another one; false if it is not this generation's
   // any more. Pairs with `let_go`.
   bool hold(uint64_t generation);

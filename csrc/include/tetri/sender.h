@@ -32,23 +32,17 @@ struct SenderOptions {
   std::string key;                   // receivers must prove that they hold it; empty: any will do
 };
 
-struct SenderStats {
-  uint64_t transfers = 0, peers = 0, threads = 0, done = 0, failed = 0, cancelled = 0;
-  uint64_t bytes_sent = 0;
-};
-
 // What a sender, its transfers and its peers' threads share; outlives each of them.
 struct SenderShared {
   explicit SenderShared(SenderOptions wanted) : options(std::move(wanted)) {}
 
   const SenderOptions options;
   std::atomic<uint64_t> queued_blocks{0};
-  std::atomic<uint64_t> bytes_sent{0};
   OrderQueue orders;
 
   std::mutex mutex;  // guards everything below; taken last
   std::condition_variable changed;
-  uint64_t active = 0, done = 0, failed = 0, cancelled = 0;
+  uint64_t settled = 0;  // transfers that are over
   bool closed = false;
   std::set<std::pair<std::string, std::string>> excluded;  // (endpoint, kind of link)
 
@@ -73,7 +67,6 @@ class Sender {
   OrderPtr take_order(Duration timeout);  // blocks; none in time, or when closed
   // Uses this kind of link to the endpoint no more. A session that does is lost.
   void exclude(const std::string& endpoint, const std::string& kind);
-  SenderStats stats();
   void close();
 
  private:

@@ -13,19 +13,19 @@ namespace tetri {
 
 // Owns the listening socket, all connections and the thread. Sleeps until a socket, the wake event
 // or the next deadline.
-class Service : private Sessions {
+class Service {
  public:
   // Throws LinkError when the address cannot be bound.
   explicit Service(ArenaState& state);
-  ~Service() override { stop(); }
+  ~Service() { stop(); }
 
   const std::string& endpoint() const { return endpoint_; }
   // `state.closing` must be set before. Idempotent.
   void stop();
+  // The control connection of a session; null if there is none.
+  Connection* session(uint64_t id);
 
  private:
-  Connection* session(uint64_t id) override;
-
   void run();
   void turn();
   void accept_some(TimePoint now);

@@ -66,7 +66,6 @@ struct Notice {
 struct TableCounters {
   uint64_t arrived = 0;
   uint64_t expired = 0;
-  uint64_t cancelled = 0;
   uint64_t refused_full = 0;
   uint64_t settled = 0;  // slots that became ARRIVED or FAILED
 };
@@ -82,7 +81,7 @@ class SlotTable {
   // Where the bytes go, from the start of the segment; nothing when the slot is no longer filling
   // for this writer. Throws FrameError when the range is outside the writer's part.
   std::optional<uint64_t> writable(uint64_t generation, const WriterId& writer, uint64_t offset,
-                                   uint64_t length) const;
+                                   uint64_t length);
   void received(uint64_t generation, const WriterId& writer, uint64_t bytes, TimePoint now);
   // What this writer has sent is of no use; ignored when the slot is not filling for it.
   void end_filling(uint64_t generation, const WriterId& writer, Status status,
@@ -131,7 +130,6 @@ class SlotTable {
   };
   struct Record {
     Slot slot;
-    uint64_t place = 0;  // in the allocator
     uint64_t bytes = 0;  // as allocated
     uint32_t control = 0;
     bool quarantined = false;
@@ -156,7 +154,6 @@ class SlotTable {
   // Ends a slot; `error` empty: leave no note.
   void end(uint64_t generation, Status status, const std::string& error, TimePoint now);
   void free_if_stopped(uint64_t generation);
-  void forget(uint64_t generation);
   void note(const Slot& slot, const std::string& error, TimePoint now);
   void schedule(TimePoint deadline);
   bool extended_by_writer(Record& record, TimePoint now) const;

@@ -84,7 +84,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   Transfer(std::shared_ptr<SenderShared> shared, std::shared_ptr<Peer> peer, std::string name,
            uint64_t num_blocks, uint64_t block_bytes);
-  ~Transfer();
 
   const std::string& name() const { return name_; }
   uint64_t num_blocks() const { return num_blocks_; }
