@@ -91,9 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = _find(words)
         return _run(command, words[len(command.name.split()) :])
-    except TetriError as error:
+    except (TetriError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return error.exit_status
+        return error.exit_status if isinstance(error, TetriError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -209,7 +209,9 @@ def _run(command: Command, words: list[str]) -> int:
         words, tail = words[:cut], words[cut + 1 :]
     parser, run = parser_of(command)
     # Like vLLM, `--max_in_flight` is `--max-in-flight`.
-    words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
+    words = [
+        re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in words
+    ]
     return run(parser.parse_args(words, argparse.Namespace(tail=tail)))
 
 

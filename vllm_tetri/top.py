@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_tetri.admin import AdminError, add_url, console_of, snapshots, status_of
-
-Row = dict[str, Any]
+from vllm_tetri.admin import AdminError, Row, add_url, console_of, snapshots, status_of
 
 _RETRY_S = 1.0
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -52,9 +49,10 @@ def run(options: argparse.Namespace) -> int:
 def view_of(snapshot: Row) -> RenderableType:
     """Render one event of `GET /tetri/v1/events`."""
     phases, rates = snapshot["phases"], snapshot["rates"]
+    kv_mebibytes = _number(rates["kv_bytes_sent"], 1 << 20)
     flow = [
         f"prefill {phases.get('prefilling', 0)} ({_number(rates['prompt_tokens_done'])} tokens/s)",
-        f"hand-over {phases.get('handing_over', 0)} ({_mebibytes(rates['kv_bytes_sent'])} MiB/s)",
+        f"hand-over {phases.get('handing_over', 0)} ({kv_mebibytes} MiB/s)",
         f"decode {phases.get('decoding', 0)} ({_number(rates['output_tokens_done'])} tokens/s)",
     ]
     alone = f"on one instance {phases.get('serving', 0)}"
@@ -109,9 +107,5 @@ def _happened(row: Row) -> str:
     return f"{row['age_s']:5.0f} s ago  {row['kind']}{times}: {row['words']}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-def _mebibytes(value: float | None) -> str:
-    return _number(None if value is None else value / (1 << 20))
+def _number(value: float | None, unit: int = 1) -> str:
+    return "-" if value is None else f"{value / unit:.0f}"

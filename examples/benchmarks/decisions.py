@@ -28,7 +28,7 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE
 from vllm_tetri.policy.cluster import ClusterTable, Need
 from vllm_tetri.policy.dispatch import DISPATCHES, GRACE_S, DecodeCandidates, choose_decode
 from vllm_tetri.policy.ledger import ClusterState
-from vllm_tetri.policy.route import Whole
+from vllm_tetri.policy.route import Route
 from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest, parse_request
@@ -154,7 +154,7 @@ def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
         names = b"".join((user << 16 | each).to_bytes(NAME_BYTES, "big") for each in range(100))
         for each in holders:
             holder, seqs[each] = instances[each].info.id, seqs[each] + 1
-            placer.record_sent(entry, turn(user, 7), Whole(holder, ""))
+            placer.record_sent(entry, turn(user, 7), Route(holder, holder, ""))
             chain = RequestChain(f"chatcmpl-{entry}", 1600, names)
             report = CacheReport(holder, seqs[each], 16, seqs[each] == 1, names, b"", [chain])
             assert placer.record_cache(report)

@@ -25,7 +25,7 @@ from vllm_tetri.policy.cluster import ClusterTable, Need
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.fetch import FetchPlan
 from vllm_tetri.policy.overload import Late
-from vllm_tetri.policy.route import Route, Split
+from vllm_tetri.policy.route import Route
 from vllm_tetri.sim.cluster import run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
@@ -61,7 +61,7 @@ class Router(AdaptiveMode):
     def count(self, sent: Sent, now: float) -> None:
         """Count what another one sent."""
         route = sent.route
-        after_s = route.ttft_s if isinstance(route, Split) else 0.0
+        after_s = route.ttft_s if route.is_split else 0.0
         self._state.record_sent(route.prefill, route.decode, sent.need, now, decode_after_s=after_s)
 
 

@@ -81,7 +81,7 @@ async def one_by_one(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
 def counted(url: str, what: str) -> float:
     """How many tokens an instance has drafted, or accepted."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
-        series = read_families(response.read().decode())
+        series = read_families([response.read().decode()])
     name = f"vllm:spec_decode_num_{what}_tokens_total"
     found = (family.series.items() for family in series.values())
     return sum(sum(values) for each in found for key, values in each if key.startswith(name))

@@ -73,7 +73,7 @@ async def test_streamed(stock: Stock, cluster: Cluster) -> None:
 def counts(url: str) -> dict[str, float]:
     """vLLM's counts of requests and tokens; of requests by how they ended."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
-        series = read_families(response.read().decode())
+        series = read_families([response.read().decode()])
     names = {f"vllm:{name}_total" for name in COUNTED} | {f"vllm:{n}" for n in OBSERVED.split()}
     return {
         key: sum(values)

@@ -12,7 +12,7 @@ from examples.benchmarks import caches
 from examples.benchmarks.figures import Results
 from examples.benchmarks.rivals.caches import DynamoMode, LlmdMode, ThresholdMode
 from vllm_tetri.policy.cluster import ClusterTable
-from vllm_tetri.policy.route import Whole
+from vllm_tetri.policy.route import Route
 from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.sim.config import ClusterConfig, make_instances
 from vllm_tetri.sim.modes import SimMode
@@ -44,8 +44,8 @@ def hold(mode: SimMode, index: int, *names: int) -> None:
 
 def chosen(mode: SimMode, seen: ClusterTable, request: RequestSpec) -> int:
     route = mode.route(seen, request, 0.0)
-    assert isinstance(route, Whole)
-    return int(route.instance.removeprefix("both-"))
+    assert isinstance(route, Route)
+    return int(route.prefill.removeprefix("both-"))
 
 
 def test_llm_d_weighs_the_cached_share_against_queue_and_memory() -> None:

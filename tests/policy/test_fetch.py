@@ -13,7 +13,7 @@ from tests.policy.builders import alone, known, serving
 from vllm_tetri.policy.adaptive import ttft_s
 from vllm_tetri.policy.cluster import InstanceRow
 from vllm_tetri.policy.fetch import FetchPlan, Prefix, fetch_s
-from vllm_tetri.policy.route import RouteCandidates, Split, choose_route
+from vllm_tetri.policy.route import Route, RouteCandidates, choose_route
 from vllm_tetri.types import InstanceId, InstanceView
 
 A, B, C = map(InstanceId, "abc")
@@ -94,12 +94,12 @@ def test_nothing_is_fetched(other: InstanceView) -> None:
     assert plan(serving("a"), serving("b"), prompt=1, b=900) is None
 
 
-def route(*instances: InstanceView, **cached: int) -> Split:
+def route(*instances: InstanceView, **cached: int) -> Route:
     made, held = known(*instances), held_of(cached)
     prefix = Prefix(2000, held, [made.by_id[name] for name in held])
     candidates = RouteCandidates(made.state, made.bases)
     found = choose_route(candidates, may_split=True, cached=held, reach=prefix.reach)
-    assert isinstance(found, Split)
+    assert isinstance(found, Route)
     return found
 
 

@@ -19,8 +19,6 @@ from vllm_tetri.policy.route import (
     Phase,
     Route,
     RouteCandidates,
-    Split,
-    Whole,
     advance,
     apart,
     choose_keeper,
@@ -52,10 +50,8 @@ def route(
 
 def target(*instances: InstanceView, **options) -> tuple[str, ...] | None:
     match route(*instances, **options):
-        case Split(prefill=prefill):
-            return "split", prefill
-        case Whole(instance=whole):
-            return "whole", whole
+        case Route(prefill=prefill) as found:
+            return "split" if found.is_split else "whole", prefill
         case AllAtLimit(instances=them):
             return "full", *them
     return None
@@ -217,7 +213,8 @@ def test_request_after_request_goes_to_the_least_loaded(
         if not able:
             assert isinstance(found, AllAtLimit)
             continue
-        assert isinstance(found, Split)
+        assert isinstance(found, Route)
+        assert found.is_split
         assert able[found.prefill] == min(able.values())
         made.send(found.prefill, None, Need(tokens, 0), 100.0)
         left[found.prefill] += tokens
@@ -240,7 +237,7 @@ def test_whole_requests_spread_by_what_runs() -> None:
 
 def test_every_choice_says_why() -> None:
     for found in (route(PREFILL, DECODE), route(BOTH), route(BOTH, may_split=False)):
-        assert isinstance(found, Split | Whole)
+        assert isinstance(found, Route)
         assert found.reason
 
 
@@ -280,18 +277,18 @@ def test_somebody_serves_whenever_anybody_can(many: list[InstanceView], may_spli
     match route(*many, may_split=may_split, excluded=("e",)):
         case None:
             assert set(able) <= {"e"}
-        case Split(prefill=name):
+        case Route(prefill=name) as found if found.is_split:
             assert may_split
             assert able[name].info.role != "decode"
-        case Whole(instance=name):
+        case Route(prefill=name):
             assert name in able
             assert name != "e"
 
 
 def keeper(view: ClusterView, **more: Any) -> str:
     chosen = choose_keeper(view, "tiny", **more)
-    assert isinstance(chosen, Whole)
-    return chosen.instance
+    assert isinstance(chosen, Route)
+    return chosen.prefill
 
 
 def test_answers_are_kept_by_the_same_instance_whatever_its_load() -> None:

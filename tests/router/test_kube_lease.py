@@ -188,7 +188,7 @@ def test_a_router_outside_of_a_cluster_says_so_in_a_line(
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     words = ["--port", "0", "--control", "tcp://127.0.0.1:0", "--flip-lease", "kubernetes:tetri"]
-    assert cli.main(["router", *words]) == 1
+    assert cli.main(["router", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a pod with a service account" in line
     assert "--flip-lease FILE" in line

@@ -343,11 +343,9 @@ def test_without_a_promise_nothing_can_be_refused_as_late(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--port", "0", "--control", "tcp://127.0.0.1:0", "--refuse-late"]
-    assert cli.main(["router", *options, *words]) == 1
+    assert cli.main(["router", *options, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "vllm-tetri router: --refuse-late needs a target: give --ttft-slo or --tpot-slo"
-    )
+    assert line == "vllm-tetri: --refuse-late needs a target: give --ttft-slo or --tpot-slo"
 
 
 @pytest.mark.parametrize("option", ["--ttft-slo", "--tpot-slo"])

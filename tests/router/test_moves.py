@@ -111,6 +111,19 @@ async def stage(options: Mapping[str, Any] = {}, **differs: Any) -> AsyncIterato
         yield Stage(made, goes_on, begins)
 
 
+def breaks_off(goes_on: asyncio.Event) -> Handler:
+    """An instance that dies in the middle of an output."""
+
+    async def handle(fake: FakeInstance, request: web.Request, body: Any) -> Any:
+        response = web.StreamResponse(headers=STREAM_HEADERS)
+        await response.prepare(request)
+        await response.write(b"".join(script_of(request, body).events()[:BEFORE]))
+        await goes_on.wait()
+        return await dies(fake, request)
+
+    return handle
+
+
 def is_whole(raw: bytes, headers: Any, path: str) -> None:
     """It is the stream of one instance, but for where it was cut into events."""
     created = int(raw.split(b'"created":')[1].split(b",")[0])
@@ -174,18 +187,7 @@ async def dies(fake: FakeInstance, request: web.Request) -> web.StreamResponse:
 
 async def test_the_output_goes_on_if_the_instance_dies_that_had_it() -> None:
     async with stage() as both:
-        first = both.a.handler
-        assert first is not None
-
-        async def breaks(fake: FakeInstance, request: web.Request, body: Any) -> Any:
-            script = script_of(request, body)
-            response = web.StreamResponse(headers=STREAM_HEADERS)
-            await response.prepare(request)
-            await response.write(b"".join(script.events()[:BEFORE]))
-            await both.goes_on.wait()
-            return await dies(fake, request)
-
-        both.a.handler = breaks
+        both.a.handler = breaks_off(both.goes_on)
         asking = asyncio.create_task(stream_of(both.made, COMPLETION))
         await both.moving()
         both.goes_on.set()  # it dies while the other one has all
@@ -193,6 +195,20 @@ async def test_the_output_goes_on_if_the_instance_dies_that_had_it() -> None:
         both.begins.set()
         is_whole(*await asking, COMPLETION)
         assert len(both.b.calls) == 1  # nothing was sent again
+
+
+async def test_a_move_ends_with_the_instance_that_has_not_begun_it() -> None:
+    async with stage() as both:
+        both.a.handler = breaks_off(both.goes_on)
+        asking = asyncio.create_task(stream_of(both.made, COMPLETION))
+        transfer = await both.ordered()
+        request = both.row()["id"]
+        both.goes_on.set()
+        await eventually(lambda: both.b.calls and both.a.cancelled == [transfer])
+        both.tell(both.a, Moving(request, transfer, [9], "d1", PROMPT_IDS))  # too late
+        both.begins.set()
+        is_whole(*await asking, COMPLETION)
+        assert await both.count("failed") == len(both.b.calls) == 1
 
 
 async def test_the_output_stays_if_the_other_instance_is_to_leave() -> None:

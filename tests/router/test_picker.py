@@ -378,6 +378,6 @@ def test_a_port_that_is_taken_is_one_clear_error() -> None:
         with command("--port", str(port)) as process:
             _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert error.startswith("vllm-tetri picker: ")
+    assert error.startswith("vllm-tetri: ")
     assert str(port) in error
     assert error.count("\n") == 1

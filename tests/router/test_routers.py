@@ -22,7 +22,7 @@ from tests.router.fakes import FakeInstance, Watching, door, eventually, hang
 from vllm_tetri import cli
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.messages import FlipRole, Placed
-from vllm_tetri.policy.route import Whole
+from vllm_tetri.policy.route import Route
 from vllm_tetri.router.flips import FileLease
 from vllm_tetri.router.request import parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
@@ -257,8 +257,8 @@ async def test_a_router_counts_what_another_one_has_sent() -> None:
                     request, may_split=False, excluded=frozenset(), at_limit=frozenset(),
                     is_new=True,
                 )  # fmt: skip
-                assert isinstance(route, Whole)
-                return route.instance
+                assert isinstance(route, Route)
+                return route.prefill
 
             request = parse_request("/v1/completions", b'{"model": "tiny", "prompt": "a"}', {})
             instance = chosen()
@@ -342,6 +342,6 @@ def test_an_unusable_secret_or_lease_is_refused_in_one_line(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert cli.main(["router", "--port", "0", "--control", "tcp://127.0.0.1:0", *words]) == 1
+    assert cli.main(["router", "--port", "0", "--control", "tcp://127.0.0.1:0", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line

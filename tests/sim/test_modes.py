@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.sim.builders import ENGINE, engine, spec
 from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.dispatch import Dispatch
-from vllm_tetri.policy.route import Split
+from vllm_tetri.policy.route import Route
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig, Stock, make_instances
 from vllm_tetri.sim.modes import SplitMode
@@ -66,8 +66,8 @@ def test_replicas_are_chosen_without_reports() -> None:
 class _KeepsIt(SplitMode):
     """Changes its mind when a chunk is done."""
 
-    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Split:
-        return Split(InstanceId("prefill-0"), "always")
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
+        return Route(InstanceId("prefill-0"), InstanceId(""), "always")
 
     def dispatch(
         self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool

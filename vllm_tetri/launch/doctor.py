@@ -28,8 +28,7 @@ GIB = 1 << 30
 _MIN_MEMORY_BYTES = 6 * GIB  # two CPU instances of a small model
 _CUDA_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 _HTTP_PORT = 8000
-
-
+_NUM_CORES = 2  # in C++: of the transport and of the router
 _STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
@@ -101,10 +100,10 @@ def _software() -> Iterator[Diagnosis]:
     advice = f"with a CPU torch they break `import transformers`: pip uninstall {foreign}"
     yield Diagnosis(not machine.is_cpu_build() or not foreign, "torch extras", fact, advice)
 
-    is_built = any(Path(segments.__file__).parent.glob("_core*.so"))
-    advice = "`pip install .` builds it, with a C++17 compiler"
+    is_built = len([*Path(segments.__file__).parents[1].glob("*/_core*.so")]) >= _NUM_CORES
+    advice = "`pip install .` builds them, with a C++17 compiler"
     fact = "built" if is_built else "missing"
-    yield Diagnosis(is_built, "extension", fact, advice, "FAIL")
+    yield Diagnosis(is_built, "extensions", fact, advice, "FAIL")
 
 
 def _vllm() -> Diagnosis:

@@ -125,7 +125,7 @@ def place(
     cores, instances = machine.cores, len(roles)
     has_enough = instances * workers <= len(cores)
     if sharing == "shared-cores" or (sharing is None and not has_enough):
-        threads = _threads(len(cores) // workers) + _PASSIVE
+        threads = thread_variables(len(cores) // workers) + _PASSIVE
         # Several workers poll while they wait: those of decode instances would leave nothing.
         nice = PREFILL_NICE if workers == 1 else 0
         return [Placement(cores, nice if role is Role.PREFILL else 0, threads) for role in roles]
@@ -138,12 +138,7 @@ def place(
         cores[len(cores) * index // instances : len(cores) * (index + 1) // instances]
         for index in range(instances)
     ]
-    return [Placement(part, environment=_threads(len(part) // workers)) for part in parts]
-
-
-def unpinned(cores: int) -> Placement:
-    """A placement on a machine that is chosen later, with a number of its cores."""
-    return Placement(environment=_threads(cores))
+    return [Placement(part, environment=thread_variables(len(part) // workers)) for part in parts]
 
 
 def kv_bytes_each(workers: int, machine: Machine) -> int:
@@ -152,7 +147,8 @@ def kv_bytes_each(workers: int, machine: Machine) -> int:
     return max(_KV_GRAIN, min(MAX_KV_BYTES, part // _KV_GRAIN * _KV_GRAIN))
 
 
-def _threads(count: int) -> tuple[tuple[str, str], ...]:
+def thread_variables(count: int) -> tuple[tuple[str, str], ...]:
+    """Variables that give an instance so many threads."""
     return (("OMP_NUM_THREADS", str(max(1, count))), *_BINDING)
 
 

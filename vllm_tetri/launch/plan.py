@@ -19,7 +19,7 @@ from vllm_tetri.launch.machine import (
     is_port_free,
     kv_bytes_each,
     place,
-    unpinned,
+    thread_variables,
 )
 from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.router import auth
@@ -190,7 +190,8 @@ def _placements(
     if options.on == LOCAL:
         return place(roles, machine, options.placement, workers)
     # Ray hands CPUs and GPUs out.
-    return [unpinned((options.cpus_each or workers) // workers)] * len(roles)
+    each = Placement(environment=thread_variables((options.cpus_each or workers) // workers))
+    return [each] * len(roles)
 
 
 def _router_ports(options: argparse.Namespace) -> list[int]:

@@ -37,6 +37,7 @@ class ChildProcess:
     ) -> None:
         self.host, self.port = address  # of its HTTP server
         self._process = process
+        self.pid = process.pid  # the guard's, which is also the process group's
         self._on_line = on_line
         self._is_gone = False  # its process id may be another process's
         self._pump = asyncio.create_task(self._read_lines())
@@ -62,11 +63,6 @@ class ChildProcess:
         )
         return cls(process, (spec.host, port), on_line)
 
-    @property
-    def pid(self) -> int:
-        """The guard's process id, which is also the process group's."""
-        return self._process.pid
-
     async def wait(self) -> int:
         """Exit status, after the last line was delivered."""
         status = await self._process.wait()
@@ -91,7 +87,7 @@ class ChildProcess:
             return
         self._is_gone = self._process.returncode is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def _read_lines(self) -> None:
         stream = self._process.stdout

@@ -28,7 +28,7 @@ from vllm_tetri.launch.machine import (
 from vllm_tetri.launch.plan import LOCAL, make_plan
 from vllm_tetri.launch.process import ChildProcess
 from vllm_tetri.logs import LEVEL_VARIABLE, configure_logging
-from vllm_tetri.router.command import add_serving_options, bounds, count, port, positive
+from vllm_tetri.router.command import add_serving_options, bounds, count, number, port, positive
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, in_memory, share_secret
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "needs (default: 1, or 0 with --both; without any count see --both)")
     add("--decode", type=bounds, metavar="N|MIN:MAX",
         help="decode instances (default: as --prefill)")
-    add("--both", type=_count, metavar="N",
+    add("--both", type=number(int, lambda value: value >= 0, "a whole number"), metavar="N",
         help="instances for prefill and decode (default: 0; without any count, in mode adaptive "
         "or whole: one per GPU or group of --tensor-parallel-size GPUs, one on a CPU host)")
     add("--routers", type=count, default=1, metavar="N",
@@ -144,9 +144,3 @@ def _nodes(options: argparse.Namespace, serve: ServeOptions) -> Iterator[tuple[N
         yield nodes, nodes.machine()
     finally:
         nodes.close()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)

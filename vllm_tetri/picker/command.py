@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from dataclasses import replace
 
 from vllm_tetri.errors import ConfigError
@@ -76,13 +75,9 @@ def run(options: argparse.Namespace) -> int:
             finally:
                 await server.stop(None)
 
-    try:
-        configure_logging(options.log_level)
-        secrets, tls, credentials = keys_of(options), tls_of(options), credentials_of(options)
-        keys = Keys(secrets)
-        config = replace(config_of(options, secrets), mode=Mode.WHOLE, moves=False)
-        uvloop.run(serve())
-    except (ConfigError, OSError) as error:
-        print(f"vllm-tetri picker: {error}", file=sys.stderr)
-        return 1
+    configure_logging(options.log_level)
+    secrets, tls, credentials = keys_of(options), tls_of(options), credentials_of(options)
+    keys = Keys(secrets)
+    config = replace(config_of(options, secrets), mode=Mode.WHOLE, moves=False)
+    uvloop.run(serve())
     return 0

@@ -19,7 +19,7 @@ from envoy_data_plane.google.protobuf import Struct
 
 from vllm_tetri.handover import RANK_HEADER
 from vllm_tetri.policy.cluster import InstanceRow
-from vllm_tetri.policy.route import Event, Whole
+from vllm_tetri.policy.route import Event
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import NoCapacity, Refusal
@@ -153,7 +153,7 @@ class Exchange:
             at_limit=frozenset(),
             is_new=True,
         )
-        info = self._scheduler.info(route.instance) if isinstance(route, Whole) else None
+        info = self._scheduler.info(route.prefill) if route is not None else None
         if route is None or info is None or not self._allows(info):
             among = "" if self._subset is None else " among those that the gateway allows"
             raise Refusal(503, f"no endpoint is ready{among}; try again")

@@ -46,14 +46,6 @@ class Need(NamedTuple):
 class InstanceRow:
     """A ready instance: its last report, and in a `ClusterState` what was sent to it since."""
 
-    __slots__ = (
-        "alone", "arena_tokens", "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost",
-        "decodes", "device", "free_bytes", "free_tokens", "heavy", "id", "key", "kv_endpoint",
-        "left_tokens", "light", "num_requests", "others", "prompt_share", "queued_tokens",
-        "remaining_tokens", "reported_s", "request_s", "role", "sent_tokens", "step_s", "view",
-    )  # fmt: skip
-    _values = attrgetter(*__slots__)
-
     def __init__(
         self, view: InstanceView, cost: StepCoefficients, key: int, share: float, now: float
     ) -> None:
@@ -77,11 +69,10 @@ class InstanceRow:
         self.remaining_tokens: float = load.remaining_tokens
         self.base_blocks = load.blocks_total - load.blocks_used - load.reserved_blocks
         self.free_bytes = load.arena_total_bytes - load.arena_used_bytes
-        self.sent_tokens = 0.0  # prompt and output of requests that its report does not show yet
         self.others = self.busy_others = 0  # on its device: decodes, and instances with work
         decodes = max(1, self.decodes)
         self.left_tokens = load.remaining_tokens / decodes  # mean output that a decode has left
-        self.free_tokens: float = self.block_size * self.base_blocks  # KV for which it has blocks
+        self.free_tokens: float = self.block_size * self.base_blocks  # less what was sent since
         context = load.context_tokens / decodes
         self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
         self.step_s = cost.base_s + self.decodes * self.request_s  # without prompts
@@ -89,7 +80,7 @@ class InstanceRow:
     @property
     def free_blocks(self) -> int:
         """Blocks that are neither held nor reserved."""
-        return int(self.base_blocks - -(-self.sent_tokens // self.block_size))
+        return int(self.free_tokens // self.block_size)
 
     def has_capacity(self, need: Need) -> bool:
         """Whether it can hold the whole request (the paper's α), as far as is known."""
@@ -110,15 +101,9 @@ class InstanceRow:
         return now + _ARRIVES_S + self.computing_s(tokens, tokens * self.cost.prompt_s)
 
     def copy(self) -> InstanceRow:
-        """Return a row that can be changed; as `copy.copy`, in a tenth of its time."""
+        """Return a row that can be changed; as `copy.copy`, in a seventh of its time."""
         row = InstanceRow.__new__(InstanceRow)
-        (
-            row.alone, row.arena_tokens, row.base_blocks, row.block_size, row.busy_others,
-            row.chunk_tokens, row.cost, row.decodes, row.device, row.free_bytes, row.free_tokens,
-            row.heavy, row.id, row.key, row.kv_endpoint, row.left_tokens, row.light,
-            row.num_requests, row.others, row.prompt_share, row.queued_tokens, row.remaining_tokens,
-            row.reported_s, row.request_s, row.role, row.sent_tokens, row.step_s, row.view,
-        ) = self._values(self)  # fmt: skip
+        row.__dict__ = self.__dict__.copy()
         return row
 
     def add_decode(self, need: Need) -> None:
@@ -129,8 +114,7 @@ class InstanceRow:
         self.step_s += self.request_s
         self.remaining_tokens += need.output_tokens
         self.left_tokens = self.remaining_tokens / max(1, self.decodes)
-        self.sent_tokens += need.total_tokens
-        self.free_tokens = self.block_size * self.base_blocks - self.sent_tokens
+        self.free_tokens -= need.total_tokens
         self.free_bytes -= need.num_bytes
 
 

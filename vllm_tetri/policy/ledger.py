@@ -80,7 +80,7 @@ class ClusterState:
         while computed and computed[0][0] <= now:
             computed_s, name, tokens = heappop(computed)
             if self._is_computed(name, computed_s, now):
-                row = self._own(name, is_read=True)
+                row = self.own(name, is_read=True)
                 row.queued_tokens = max(0, row.queued_tokens - tokens)
                 self._recount(row, is_read=True)
 
@@ -117,7 +117,7 @@ class ClusterState:
         for name in {sent.prefill, sent.decode}:
             if name is None or name not in self.table.by_id:
                 continue
-            row = self._own(name, is_read)
+            row = self.own(name, is_read)
             if name == sent.prefill:
                 new_tokens = sent.need.prompt_tokens - sent.need.cached_tokens
                 row.queued_tokens += new_tokens
@@ -130,9 +130,9 @@ class ClusterState:
         """Count what instances do on the device of a row that has changed."""
         if row.device:
             near = self.table.devices[row.device]
-            count_neighbours([self._own(each.id, is_read) for each in near])
+            count_neighbours([self.own(each.id, is_read) for each in near])
 
-    def _own(self, name: InstanceId, is_read: bool) -> InstanceRow:
+    def own(self, name: InstanceId, is_read: bool = False) -> InstanceRow:
         """Return a row that may be changed."""
         row = self._changed.get(name)
         if row is None or is_read:

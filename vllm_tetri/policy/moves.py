@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vllm_tetri.policy.adaptive import paced_s, prefill_harm_s, token_s
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
+from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.types import InstanceId, InstanceState, InstanceView, RequestId, Role
 
 # Outputs on their way from one instance at a time: a leaving one sends as fast as it can.
@@ -107,32 +108,16 @@ def choose_moves(
     """Choose which outputs leave their instances, and where each goes. What is `coming` to an
     instance already, or goes there from one source, counts there for the next one. With `any_role`
     any instance takes outputs, else those that decode."""
-    rows = _Rows(table)
+    rows = ClusterState(0.0)  # with the outputs that come or go
+    rows.observe(table)
     for target, output in coming:
         if target in table.by_id:
             rows.own(target).add_decode(output.need)
     return [order for each in sources for order in _leave(each, table, rows, any_role=any_role)]
 
 
-class _Rows:
-    """Rows of a table, with the outputs that come or go."""
-
-    def __init__(self, table: ClusterTable) -> None:
-        self._by_id, self._changed = table.by_id, dict[InstanceId, InstanceRow]()
-
-    def own(self, name: InstanceId) -> InstanceRow:
-        """Return a row that may be changed."""
-        if name not in self._changed:
-            self._changed[name] = self._by_id[name].copy()
-        return self._changed[name]
-
-    def __call__(self, row: InstanceRow) -> InstanceRow:
-        """Return a row as it is now."""
-        return self._changed.get(row.id, row)
-
-
 def _leave(
-    source: Source, table: ClusterTable, rows: _Rows, *, any_role: bool
+    source: Source, table: ClusterTable, rows: ClusterState, *, any_role: bool
 ) -> Iterator[MoveOrder]:
     """Yield the moves of outputs from one instance."""
     one, reason, outputs, num_on_way = source
@@ -154,7 +139,7 @@ def _leave(
             continue
         able = [
             row
-            for row in map(rows, others)
+            for row in map(rows.row, others)
             if row.has_capacity(each.need)
             if not each.model or each.model in row.view.info.names
         ]
@@ -162,7 +147,7 @@ def _leave(
         if target is None:
             continue
         if reason == "balance":
-            if base is None or not _pays(rows(base), target, each):
+            if base is None or not _pays(rows.row(base), target, each):
                 continue
             here = rows.own(base.id)
             here.step_s -= here.request_s

@@ -103,11 +103,6 @@ def may_begin(own: int, taken: int, limit: float, *, num_clients: int) -> bool:
     return free > 0 and (num_clients <= 1 or own < SHARE * free)
 
 
-def matters_from(limit: float, *, num_clients: int) -> float:
-    """While less than this is taken, `may_begin` is true for every client."""
-    return limit if num_clients <= 1 else SHARE * limit / (SHARE + 1)
-
-
 def may_queue(own: int, taken: int, num_clients: int) -> bool:
     """Whether a client that has `own` requests may have one more where too much waits already:
     while it has less than an equal share of what is `taken` there by these clients, itself

@@ -18,31 +18,19 @@ from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceStat
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
 
 
-class Split(NamedTuple):
-    """`prefill` computes the prompt and names the decode instance itself: one of that role,
-    or with `anywhere` any, itself included."""
+class Route(NamedTuple):
+    """One instance for all, or `prefill` computes the prompt and names the decode instance itself:
+    one of that role, or with `anywhere` any, itself included."""
 
     prefill: InstanceId
+    decode: InstanceId  # expected; empty if that is not known
     reason: str
     anywhere: bool = False
     ttft_s: float = 0.0  # expected; 0: not priced
-    decode: InstanceId = InstanceId("")  # expected, if it is
-
-
-class Whole(NamedTuple):
-    """`instance` does everything."""
-
-    instance: InstanceId
-    reason: str
-    ttft_s: float = 0.0  # expected; 0: not priced
 
     @property
-    def prefill(self) -> InstanceId:
-        return self.instance
-
-    @property
-    def decode(self) -> InstanceId:
-        return self.instance
+    def is_split(self) -> bool:
+        return self.prefill != self.decode
 
 
 class AllAtLimit(NamedTuple):
@@ -50,9 +38,6 @@ class AllAtLimit(NamedTuple):
 
     instances: tuple[InstanceId, ...]
     who: str
-
-
-Route = Split | Whole
 
 
 class RouteCandidates:
@@ -123,10 +108,10 @@ def choose_route(
     if not splits:
         why = "no pair to split over" if may_split else "not split"
         why = f"{why}, since {best.alone}" if best.alone else why
-        return Whole(best.id, f"{why}: {best.role} with {words}")
+        return Route(best.id, best.id, f"{why}: {best.role} with {words}")
     if at_limit and all(row.id in at_limit for row in candidates.decodes):
         return AllAtLimit(tuple(row.id for row in candidates.decodes), "decode instances")
-    return Split(best.id, f"least of {len(kind.by_id)}: {words}")
+    return Route(best.id, InstanceId(""), f"least of {len(kind.by_id)}: {words}")
 
 
 def choose_keeper(
@@ -135,7 +120,7 @@ def choose_keeper(
     *,
     excluded: Collection[InstanceId] = (),
     at_limit: Collection[InstanceId] = (),
-) -> Whole | AllAtLimit | None:
+) -> Route | AllAtLimit | None:
     """Choose the instance that keeps what clients may ask for again (vLLM's stored responses);
     None when no ready instance serves the model. Every router chooses the same one while it is
     ready, without anything to remember."""
@@ -151,7 +136,7 @@ def choose_keeper(
     _, keeper = min(keepers)
     if keeper in at_limit:
         return AllAtLimit((keeper,), "instances that may store the output")
-    return Whole(keeper, "stores outputs")
+    return Route(keeper, keeper, "stores outputs")
 
 
 def apart(infos: Iterable[InstanceInfo]) -> dict[InstanceId, str]:

@@ -10,6 +10,8 @@ about the same, is filled from a prior of usual proportions, scaled to this engi
 
 from __future__ import annotations
 
+from operator import add
+
 from vllm_tetri.types import StepCoefficients
 
 Vector = list[float]
@@ -103,7 +105,7 @@ class _Sums:
     def __init__(self, kept: float) -> None:
         self._kept = kept
         self.count = 0.0
-        self._sums = [0.0] * len(_PRODUCTS)
+        self.sums = [0.0] * len(_PRODUCTS)
 
     def add(self, features: Vector, seconds: float, unit_s: float) -> None:
         kept = self._kept
@@ -111,22 +113,15 @@ class _Sums:
         # In the unit of the prior, so that all of a kind are about 1.
         columns = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
         columns.append(seconds / unit_s)
-        pairs = zip(self._sums, _PRODUCTS, strict=True)
-        self._sums = [kept * old + columns[one] * columns[other] for old, (one, other) in pairs]
-
-    @property
-    def rows(self) -> list[Vector]:
-        """The sums as a matrix, a row for each feature."""
-        sums, size = dict(zip(_PRODUCTS, self._sums, strict=True)), len(_PRIOR)
-        return [[sums[min(i, j), max(i, j)] for j in range(size + 1)] for i in range(size)]
+        pairs = zip(self.sums, _PRODUCTS, strict=True)
+        self.sums = [kept * old + columns[one] * columns[other] for old, (one, other) in pairs]
 
 
 def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
     """Return the coefficients, none below 0."""
-    rows = [
-        [a + b for a, b in zip(*pair, strict=True)]
-        for pair in zip(decodes.rows, prompts.rows, strict=True)
-    ]
+    sums = dict(zip(_PRODUCTS, map(add, decodes.sums, prompts.sums), strict=True))
+    size = len(_PRIOR)
+    rows = [[sums[min(i, j), max(i, j)] for j in range(size + 1)] for i in range(size)]
     # How much slower or quicker than the prior the engine is, all in all.
     scale = sum(row[-1] for row in rows) / max(1e-12, sum(sum(row[:-1]) for row in rows))
     trace = max(1e-9, sum(row[index] for index, row in enumerate(rows)))

@@ -14,11 +14,12 @@ import resource
 import signal
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE, DRAIN_S
 from vllm_tetri.errors import ConfigError
@@ -29,7 +30,7 @@ from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.policy.watcher import Watcher, WatchPolicy
 from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, read_secret, secret_file_of
-from vllm_tetri.types import Mode, Role
+from vllm_tetri.types import Mode
 
 if TYPE_CHECKING:
     from vllm_tetri.router.scheduler import RouterConfig
@@ -38,22 +39,29 @@ STOP_S = 5.0  # after Ctrl-C
 # New objects after which Python looks for cycles: requests make few, and a look takes milliseconds.
 _YOUNG_OBJECTS = 20_000
 _OTHER_FILES = 256
+_Number = TypeVar("_Number", int, float)
 
 _log = logging.getLogger(__name__)
 
 
-def positive(text: str) -> float:
-    """Parse a positive number of seconds."""
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return value
+def number(
+    kind: Callable[[str], _Number], is_right: Callable[[_Number], bool], what: str
+) -> Callable[[str], _Number]:
+    """Make the parser of an option that is a number with a bound."""
+
+    def parse(text: str) -> _Number:
+        with suppress(ValueError):
+            if is_right(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
 
 
-def count(text: str) -> int:
-    """Parse a positive number."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+positive = number(float, lambda value: value > 0, "a positive number of seconds")
+count = number(int, lambda value: value > 0, "a positive number")
+port = number(int, lambda value: 0 <= value < 1 << 16, "a port")
+_delay = number(float, lambda value: 0 <= value < inf, "a number of seconds")
 
 
 def bounds(text: str) -> Bounds:
@@ -62,19 +70,6 @@ def bounds(text: str) -> Bounds:
         return Bounds.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX") from error
-
-
-def port(text: str) -> int:
-    """Parse the number of a port, or 0."""
-    if not 0 <= (value := int(text)) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text} is not a port")
-    return value
-
-
-def _delay(text: str) -> float:
-    if not 0 <= (value := float(text)) < inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,37 +225,34 @@ def run(options: argparse.Namespace) -> int:
             listener.stop_s = await stop
             _log.info("stopping: requests in flight have %g s to end", listener.stop_s)
 
-    try:
-        configure_logging(options.log_level)
-        secrets, tls, policy = keys_of(options), tls_of(options), WatchPolicy(options.flip)
-        num_connections, num_flows = _shares_of_files(options.max_connections)
-        limits = Limits(
-            connections=num_connections,
-            body_bytes=options.max_body_bytes,
-            bodies_bytes=max(_memory_bytes() // 8, 4 * options.max_body_bytes),
-        )
-        # The limit of open files is often 1,024, and every connection needs one.
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-        keys, is_off = Keys(secrets), policy is WatchPolicy.OFF
-        config = replace(
-            config_of(options, secrets),
-            first_byte_s=options.first_byte_timeout,
-            max_flows=num_flows,
-            num_clients=keys.num_clients,
-            watcher=None if is_off else Watcher(policy, options.flip_after, _bounds_of(options)),
-            is_watcher_dry=options.flip_dry_run,
-            mode=Mode(options.mode),
-            lease=lease_of(options.flip_lease),
-            resumes_anywhere=options.resume_anywhere,
-            moves=options.moves == "on",
-            mirror_every=options.mirror or 0,
-            tracing=Tracing(collector) if (collector := options.otlp_traces_endpoint) else None,
-        )
-        uvloop.run(serve())
-    except (ConfigError, OSError) as error:
-        print(f"vllm-tetri router: {error}", file=sys.stderr)
-        return 1
+    configure_logging(options.log_level)
+    secrets, tls, policy = keys_of(options), tls_of(options), WatchPolicy(options.flip)
+    num_connections, num_flows = _shares_of_files(options.max_connections)
+    limits = Limits(
+        connections=num_connections,
+        body_bytes=options.max_body_bytes,
+        bodies_bytes=max(_memory_bytes() // 8, 4 * options.max_body_bytes),
+    )
+    # The limit of open files is often 1,024, and every connection needs one.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    keys, is_off = Keys(secrets), policy is WatchPolicy.OFF
+    bounds = {role: each for role in ROLES if (each := getattr(options, role)) is not None}
+    config = replace(
+        config_of(options, secrets),
+        first_byte_s=options.first_byte_timeout,
+        max_flows=num_flows,
+        num_clients=keys.num_clients,
+        watcher=None if is_off else Watcher(policy, options.flip_after, bounds),
+        is_watcher_dry=options.flip_dry_run,
+        mode=Mode(options.mode),
+        lease=lease_of(options.flip_lease),
+        resumes_anywhere=options.resume_anywhere,
+        moves=options.moves == "on",
+        mirror_every=options.mirror or 0,
+        tracing=Tracing(collector) if (collector := options.otlp_traces_endpoint) else None,
+    )
+    uvloop.run(serve())
     return 0
 
 
@@ -302,10 +294,6 @@ def objective_of(options: argparse.Namespace) -> Objective:
     if options.refuse_late and options.ttft_slo == options.tpot_slo == inf:
         raise ConfigError("--refuse-late needs a target: give --ttft-slo or --tpot-slo")
     return Objective(options.ttft_slo, options.tpot_slo)
-
-
-def _bounds_of(options: argparse.Namespace) -> dict[Role, Bounds]:
-    return {role: given for role in ROLES if (given := getattr(options, role)) is not None}
 
 
 def _shares_of_files(num_connections: int | None) -> tuple[int, int]:

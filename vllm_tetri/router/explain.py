@@ -33,8 +33,7 @@ class Part(NamedTuple):
 
 def parts(row: Ended) -> list[Part]:
     """Divide the time of a request."""
-    found = list(_parts(row))
-    return [each for each in found if each.end_s > each.begin_s]
+    return [each for each in _parts(row) if each.end_s > each.begin_s]
 
 
 def _parts(row: Ended) -> Iterator[Part]:

@@ -34,19 +34,16 @@ class Fetching:
         self, fetches: Fetches, request: ApiRequest, holder: InstanceInfo, fetch: Fetch
     ) -> None:
         self.fetch, self._fetches, self._holder = fetch, fetches, holder
-        self._task = asyncio.create_task(self._run(request))
+        # What the holder did: `sent`, or another label of the metric.
+        self.outcome = asyncio.create_task(self._run(request))
 
     def end(self) -> None:
         """Drop what has not come, or was not used."""
         self._fetches.monitor.send(self.fetch.target, CancelTransfer(self.fetch.transfer))
-        if not self._task.done():
-            self._task.cancel()
+        if not self.outcome.done():
+            self.outcome.cancel()
             self._fetches.monitor.send(self._holder.id, CancelTransfer(self.fetch.transfer))
             self._record("late")
-
-    async def outcome(self) -> str:
-        """Wait for what the holder did: `sent`, or another label of the metric."""
-        return await asyncio.shield(self._task)
 
     async def _run(self, request: ApiRequest) -> str:
         fetch, reason = self.fetch, ""

@@ -15,7 +15,6 @@ import logging
 import os
 import stat
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -165,22 +164,18 @@ class Flips:
         self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool, lease: Lease | None
     ) -> None:
         self._lease, self._monitor, self._is_dry = lease, monitor, is_dry
+        self._watcher = watcher
         self._logged: tuple[InstanceId, Role] | None = None
         self.are_roles_needed = True
         self.explanation = "off: roles change by order only"
         self.change: Change | None = None
-        watch = (
-            repeat("look of the watcher", partial(self._look, watcher), _LOOK_S)
-            if watcher
-            else None
-        )
-        self._task = asyncio.ensure_future(watch) if watch else None
+        look = repeat("look of the watcher", self._look, _LOOK_S, is_on=watcher is not None)
+        self._task = asyncio.get_running_loop().create_task(look)
 
     async def close(self) -> None:
         """Stop the watcher and give the lease back. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        self._task.cancel()
+        await asyncio.wait({self._task})
         if self._lease is not None:
             await self._lease.close()
 
@@ -219,7 +214,8 @@ class Flips:
     def _why_needed(self, view: ClusterView, one: InstanceView, becomes: Role | None = None) -> str:
         return why_needed(view, one, becomes=becomes, are_roles_needed=self.are_roles_needed)
 
-    def _look(self, watcher: Watcher) -> None:
+    def _look(self) -> None:
+        assert self._watcher is not None
         self.change = None
         if not self.are_roles_needed:
             self.explanation = "inactive: requests are not split by role in this mode"
@@ -228,7 +224,7 @@ class Flips:
         lease = self._hold(view)
         if lease is None:
             return
-        look = watcher.look(view, time.monotonic())
+        look = self._watcher.look(view, time.monotonic())
         self.explanation, self.change, order = look.explanation, look.change, look.order
         if order is None:
             return

@@ -6,6 +6,8 @@ from collections import deque
 from itertools import takewhile
 from typing import NamedTuple
 
+from cachetools import FIFOCache
+
 from vllm_tetri.messages import Served
 from vllm_tetri.router.table import Entry, Mark
 from vllm_tetri.types import InstanceId, RequestId
@@ -45,8 +47,8 @@ class History:
     """The newest requests that ended at this router. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._rows: deque[Ended] = deque()
-        self._by_id: dict[RequestId, Ended] = {}
+        self._rows: deque[Ended] = deque(maxlen=MOST)
+        self._by_id: FIFOCache[RequestId, Ended] = FIFOCache(MOST)
         self._error_s = 0.0
 
     def record(self, entry: Entry, route: str, outcome: str, problem: str, now: float) -> Ended:
@@ -56,10 +58,6 @@ class History:
             error_s = abs(row.first_byte_s - row.arrival_s - row.expected_s)
             weight = _NEW if self._error_s else 1.0
             self._error_s += weight * (error_s - self._error_s)
-        if len(self._rows) == MOST:
-            oldest = self._rows.popleft()
-            if self._by_id.get(oldest.id) is oldest:
-                del self._by_id[oldest.id]
         self._rows.append(row)
         self._by_id[row.id] = row
         return row

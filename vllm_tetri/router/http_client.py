@@ -174,7 +174,7 @@ class _Connection(asyncio.Protocol):
             return None
         if (source := descriptor_of(transport)) is None:
             return None
-        with suppress(OSError):  # no descriptor is left: this goes on reading
+        with suppress(RuntimeError):  # no descriptor is left: this goes on reading
             self._flow = self._owner.pump.begin(source, target, rules, stop)
             transport.pause_reading()
         return self._flow

@@ -47,33 +47,23 @@ class Family:
         return {key: combine(values) for key, values in self.series.items()}
 
 
-def read_families(text: str) -> dict[str, Family]:
-    """Parse vLLM's families in Prometheus' text format."""
+def read_families(texts: Iterable[str]) -> dict[str, Family]:
+    """Parse vLLM's families of several instances in Prometheus' text format."""
     families: dict[str, Family] = {}
-    family: Family | None = None
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            family = Family(line) if line.startswith(_VLLM) else None
-            if family is not None:
-                families[line.split(" ", 3)[2]] = family
-        elif family is not None and line.startswith("# TYPE "):
-            family.kind = line.rpartition(" ")[2]
-        elif family is not None and line:
-            key, _, value = line.rpartition(" ")
-            with suppress(ValueError):
-                family.series[key] = [float(value)]
+    for text in texts:
+        family: Family | None = None
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                name, is_ours = line.split(" ", 3)[2], line.startswith(_VLLM)
+                family = families.setdefault(name, Family(line)) if is_ours else None
+            elif family is not None and line.startswith("# TYPE "):
+                family.kind = line.rpartition(" ")[2]
+            elif family is not None and line:
+                key, _, text_value = line.rpartition(" ")
+                with suppress(ValueError):
+                    value = float(text_value)
+                    family.series.setdefault(key, []).append(value)
     return families
-
-
-def merge_families(several: Iterable[Mapping[str, Family]]) -> dict[str, Family]:
-    """Join families of several instances."""
-    merged: dict[str, Family] = {}
-    for families in several:
-        for name, family in families.items():
-            into = merged.setdefault(name, Family(family.help, family.kind))
-            for key, values in family.series.items():
-                into.series.setdefault(key, []).extend(values)
-    return merged
 
 
 def render_families(families: Mapping[str, Family]) -> str:
@@ -95,8 +85,8 @@ class Merged:
         self._scraped_s = 0.0
         # The last metrics of every instance's process, and counts of those that are gone: a sum
         # must not fall when an instance leaves.
-        self._families: dict[tuple[InstanceId, int], dict[str, Family]] = {}
-        self._gone: dict[str, Family] = {}
+        self._texts: dict[tuple[InstanceId, int], str] = {}
+        self._gone = ""
         self._remembered: TTLCache[str, Any] = TTLCache(_MAX_ORIGINS, _REMEMBERED_S)
 
     async def metrics(self) -> str:
@@ -111,22 +101,18 @@ class Merged:
         servers = {each.info.url: each.info for each in reversed(self._monitor.view().instances)}
         infos, ask = list(servers.values()), self._upstream.ask
         found = await asyncio.gather(*(ask(info.url, "/metrics", _TIMEOUT_S) for info in infos))
-        texts = {
+        self._texts |= {
             (info.id, info.pid): each[1].decode(errors="replace")
             for info, each in zip(infos, found, strict=True)
             if each is not None and each[0].status == 200
         }
-        left = self._families.keys() - {(info.id, info.pid) for info in infos}
-        left_families = [self._families.pop(each) for each in left]
+        left = self._texts.keys() - {(info.id, info.pid) for info in infos}
+        left_texts = [self._texts.pop(each) for each in left]
 
         def merge() -> str:  # takes milliseconds an instance
-            self._families |= {key: read_families(text) for key, text in texts.items()}
-            self._gone = merge_families([self._gone, *left_families])
-            for name, family in list(self._gone.items()):
-                family.series = {key: [sum(values)] for key, values in family.series.items()}
-                if family.kind == "gauge":
-                    del self._gone[name]
-            return render_families(merge_families([*self._families.values(), self._gone]))
+            gone = read_families([self._gone, *left_texts]).items()
+            self._gone = render_families({n: each for n, each in gone if each.kind != "gauge"})
+            return render_families(read_families([*self._texts.values(), self._gone]))
 
         return await asyncio.to_thread(merge)
 

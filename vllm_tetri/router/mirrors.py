@@ -84,7 +84,7 @@ class Mirrors:
         is_copied = False
         try:
             async with asyncio.timeout(_LONGEST_S):
-                is_copied = await sending.outcome() == "sent" and await taking
+                is_copied = await asyncio.shield(sending.outcome) == "sent" and await taking
         except TimeoutError:
             pass
         finally:

@@ -68,7 +68,7 @@ class _Move:
         self.begin_s = time.monotonic()
         self.task: asyncio.Task[None] | None = None  # opens the decode request
         self.num_due = 1  # choices of which the target has not told that they go on
-        self.goes_on = asyncio.Event()  # all of them do
+        self.goes_on = asyncio.get_running_loop().create_future()  # done: all of them do
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -86,7 +86,7 @@ class Mover:
         self._successor: Successor | None = None
         self._rescue: asyncio.Future[None] | None = None  # the handler waits for a successor
         self.num_moves = 0
-        self._here_s = self._rest_until_s = time.monotonic()
+        self._rest_until_s = time.monotonic()
 
     def begin(self) -> None:
         """Let outputs of the calling task's request move."""
@@ -115,7 +115,7 @@ class Mover:
             most = request.max_tokens - entry.generated
             expected = most if request.ignores_eos else min(expected, most)
         context = (entry.prompt_tokens or request.approx_tokens) + entry.generated
-        here_s = now - max(self._here_s, entry.sent_s)
+        here_s = now - entry.marks[-1].at_s
         return RunningOutput(entry.id, context, expected, self.num_moves, here_s, request.model)
 
     def order(self, target: InstanceInfo, reason: str) -> TransferId | None:
@@ -153,8 +153,8 @@ class Mover:
             return
         if isinstance(message, Moved):
             move.num_due -= 1
-            if move.num_due <= 0:
-                move.goes_on.set()
+            if move.num_due <= 0 and not move.goes_on.done():
+                move.goes_on.set_result(None)
         elif message.problem:
             _log.info("request %s stays at %s: %s", self._entry.id, move.source, message.problem)
             self._end(move, "refused" if move.task is None else "failed")
@@ -178,11 +178,7 @@ class Mover:
             if self._request.is_streamed:
                 await self._until_proved(move.target, await sending, message)
             else:
-                told = asyncio.ensure_future(move.goes_on.wait())
-                try:
-                    await asyncio.wait((told, sending), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    told.cancel()
+                await asyncio.wait((move.goes_on, sending), return_when=asyncio.FIRST_COMPLETED)
                 if sending.done():
                     sending.result()
             is_over = True
@@ -230,7 +226,7 @@ class Mover:
             response.add_done_callback(close_result)
             return
         self._successor = Successor(move.target, response)
-        self.num_moves, self._here_s = self.num_moves + 1, time.monotonic()
+        self.num_moves += 1
         metrics, seconds = self._scheduler.metrics, time.monotonic() - move.begin_s
         metrics.record_move(self._entry.id, move.target.id, move.reason, "moved")
         self._entry.reason += f"; moved to {move.target.id} ({move.reason})"
@@ -263,8 +259,11 @@ class Mover:
         """Wait for the successor of an output whose instance failed while it moved; False if there
         will be none."""
         move = self._move
-        if move is None or move.task is None:
+        if move is None:
             return self._successor is not None
+        if move.task is None:
+            self._end(move, "failed")  # else it could still interrupt what the handler does now
+            return False
         self._rescue = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait((move.task, self._rescue), return_when=asyncio.FIRST_COMPLETED)

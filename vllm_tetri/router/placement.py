@@ -17,15 +17,7 @@ from vllm_tetri.policy.fetch import FetchPlan, Prefix
 from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.residency import Chain, Residency, names_of
-from vllm_tetri.policy.route import (
-    AllAtLimit,
-    Route,
-    RouteCandidates,
-    Split,
-    Whole,
-    choose_keeper,
-    choose_route,
-)
+from vllm_tetri.policy.route import AllAtLimit, Route, RouteCandidates, choose_keeper, choose_route
 from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.prefixes import Known, PrefixIndex
@@ -135,7 +127,8 @@ class Placer:
         `NoCapacity`: all instances that could serve it are at their limits."""
         now = time.monotonic()
         self.table(now, request.model)
-        may_split = may_split and self._fits_an_arena(request)
+        most_tokens = self._state.table.most_arena_tokens.get(request.model, inf)
+        may_split = may_split and request.approx_tokens <= _ARENA_SLACK * most_tokens
         limited: frozenset[InstanceId] = frozenset()
         if request.generates:
             limited = self._shares.at_limit(request.client)
@@ -179,11 +172,6 @@ class Placer:
             raise NoCapacity(503, message, kind="queue_full", retry_after_s=wait_s)
         return found
 
-    def _fits_an_arena(self, request: ApiRequest) -> bool:
-        """Whether the KV of a prompt can be handed over, as far as its length is known here."""
-        most_tokens = self._state.table.most_arena_tokens.get(request.model, inf)
-        return request.approx_tokens <= _ARENA_SLACK * most_tokens
-
     def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> Placed:
         """A request goes where `place` said: count it there. Returns what other routers are told,
         and how many tokens of its prompt are expected to be cached there."""
@@ -193,7 +181,7 @@ class Placer:
             route.prefill, size.prompt_tokens, size.cached_tokens, size.output_tokens,
             # Requests that are only passed on may write no output.
             decode=route.decode if request.rules is None else InstanceId(""),
-            decode_after_s=route.ttft_s if isinstance(route, Split) else 0.0,
+            decode_after_s=route.ttft_s if route.is_split else 0.0,
         )  # fmt: skip
         self.count(sent)
         return sent
@@ -261,7 +249,7 @@ class Placer:
         self,
         transfer: TransferId,
         entry: RequestId,
-        route: Split,
+        route: Route,
         request: ApiRequest,
         fetch: Fetch | None,
     ) -> PrefillParams:
@@ -313,9 +301,7 @@ class Placer:
             refused = tuple(name for name in names if name not in excluded)
             return AllAtLimit(refused, "instances") if refused else None
         _log.debug("request %s: %s", request.request_id, place.reason)
-        if place.is_split:
-            return Split(place.prefill, place.reason, True, place.ttft_s, place.decode)
-        return Whole(place.prefill, place.reason, place.ttft_s)
+        return Route(place.prefill, place.decode, place.reason, True, place.ttft_s)
 
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance

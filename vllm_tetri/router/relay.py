@@ -14,7 +14,7 @@ from aiohttp import web
 
 from vllm_tetri.handover import USAGE_HEADER, DecodeParams, Fetch
 from vllm_tetri.messages import Dispatched
-from vllm_tetri.policy.route import Event, Phase, Route, Split
+from vllm_tetri.policy.route import Event, Phase, Route
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
@@ -33,7 +33,6 @@ DECODE_PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 0.5
 _PLACE_AGAIN_S = 0.25  # between attempts to find an instance that can resume a stream
-_EarlyResponse = asyncio.Task[HttpResponse | None]
 
 _log = logging.getLogger(__name__)
 
@@ -48,21 +47,16 @@ class Relay:
         self._request, self._entry = request, entry
         self._scheduler, self._metrics = scheduler, scheduler.metrics
         self._headers = {**request.headers, "X-Request-Id": entry.id}
-        self._output = Output(request, entry, http, scheduler)
+        self.output = Output(request, entry, http, scheduler)
         self._attempts = Attempts(request, entry, scheduler)
         self._at_limit: set[InstanceId] = set()
         self._skipped_models: set[str] = set()
-        self._early: _EarlyResponse | None = None
+        self._early: asyncio.Task[HttpResponse | None] | None = None
         self._fetching: Fetching | None = None
         self._first: FirstToken | None = None  # from prefill
-        self._mover = Mover(request, entry, self._output, scheduler, self._send)
+        self._mover = Mover(request, entry, self.output, scheduler, self._send)
         self._writer: InstanceInfo | None = None  # of what the client receives
         self.route = "none" if request.rules is None else "passed"
-
-    @property
-    def has_sent_all(self) -> bool:
-        """Whether the client was sent a stream with its end."""
-        return self._output.is_complete
 
     async def serve(self) -> web.StreamResponse:
         """Serve the request; raises `Refusal` if no instance could and the client has no byte."""
@@ -70,13 +64,13 @@ class Relay:
         try:
             return await self._try_until_served()
         except Refusal as refusal:
-            if not self._output.has_begun:
-                if self._output.fallback is not None:
-                    return self._output.fallback
+            if not self.output.has_begun:
+                if self.output.fallback is not None:
+                    return self.output.fallback
                 raise
             _log.warning("request %s: %s", self._entry.id, refusal)
             self._entry.on(Event.FAIL)
-            return await self._output.break_off(refusal)
+            return self.output.break_off(refusal)
         finally:
             self._mover.close()
             self._drop_transfer()
@@ -96,7 +90,7 @@ class Relay:
                 if await self._mover.rescue():
                     continue
                 await self._refuse_bad_media(error)
-                self._output.record_break(error)
+                self.output.record_break(error)
                 await self._attempts.record_failure(error)
             except _Recompute as error:
                 _log.info("request %s: one instance computes it again: %s", self._entry.id, error)
@@ -122,11 +116,11 @@ class Relay:
     async def _attempt(self, may_split: bool) -> web.StreamResponse:
         if (successor := self._mover.take()) is not None:
             self._writer, response = successor
-            return await self._output.receive(self._writer, response)
+            return await self.output.receive(self._writer, response)
         if self._entry.has_output:
             return await self._resume()
         route, instance = self._place(may_split, self._attempts.excluded())
-        if isinstance(route, Split):
+        if route.is_split:
             self.route = "split"
             return await self._prefill(instance, route)
         if self._request.rules is None:
@@ -159,7 +153,7 @@ class Relay:
             gone.add(route.prefill)
 
     # Prefill.
-    async def _prefill(self, instance: InstanceInfo, route: Split) -> web.StreamResponse:
+    async def _prefill(self, instance: InstanceInfo, route: Route) -> web.StreamResponse:
         request, entry = self._request, self._entry
         transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
         self._early = asyncio.create_task(self._decode_early(last_chunk))
@@ -177,7 +171,7 @@ class Relay:
             self._drop_transfer()
             return await self._aggregated(instance, route.reason)
         if response.status != 200:
-            return self._output.respond(response, body)
+            return self.output.respond(response, body)
         first = read_first_token(body, transfer, is_chat=request.path == CHAT)
         if first is None:
             raise _Recompute("no_transfer")
@@ -211,13 +205,14 @@ class Relay:
         self._drop_transfer()
         self._entry.decode = self._entry.prefill
         self._metrics.first_tokens.labels("last").inc()
+        self._entry.begin_output()
         if request.is_streamed:
+            self._entry.record_events(1)
             events = first.complete_stream(
                 wants_usage=request.wants_usage, counts_each=request.wants_usage_each
             )
-            return await self._output.stream_events(events)
-        self._entry.begin_output()
-        return self._output.respond(response, first.complete_response())
+            return self.output.finish(events)
+        return self.output.respond(response, first.complete_response())
 
     # Decode, which is sent early: HTTP, parsing and the way into the decode engine take
     # milliseconds that the last chunk of the prompt hides.
@@ -273,7 +268,7 @@ class Relay:
         wait_s, give_up_s = _FIRST_WAIT_S, time.monotonic() + DECODE_PATIENCE_S
         while True:
             try:
-                return await self._output.receive(instance, send())
+                return await self.output.receive(instance, send())
             except InstanceAtLimit as error:  # it has the KV nevertheless, so it is asked again
                 if time.monotonic() + wait_s > give_up_s:
                     raise
@@ -289,16 +284,16 @@ class Relay:
         is_early = first.is_complete_text and surely_continues(request, prior, instance)
         self._metrics.first_tokens.labels("early" if is_early else "with_second").inc()
         if is_early:
-            self._output.show(first)
+            self.output.show(first)
 
     # Resume.
     async def _resume(self) -> web.StreamResponse:
         """Another instance continues what the client has received."""
-        received = self._output.received()
+        received = self.output.received()
         if self._first is None and self._request.has_links:
             raise Refusal(502, "the stream broke off; its media may be others when read again")
         if received.is_over:
-            return await self._output.end()
+            return self.output.end()
         self._metrics.fallbacks.labels("decode_failed").inc()
         instance = await self._wait_for_instance()
         self.route = "fallback"
@@ -336,7 +331,7 @@ class Relay:
         self._writer = instance
         if body is None:
             body = self._request.aggregated_body(instance, self._begin_fetch(instance))
-        return await self._output.receive(instance, self._send(instance, body))
+        return await self.output.receive(instance, self._send(instance, body))
 
     def _begin_fetch(self, instance: InstanceInfo) -> Fetch | None:
         if not self._request.may_fetch:
@@ -348,8 +343,10 @@ class Relay:
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         self._attempts.sent_to[instance.id] = instance
         send, request = self._scheduler.upstream.send, self._request
-        headers = self._entry.headers_to(instance.id, self._headers)
-        response = await send(instance, request, body, headers, self._output.may_migrate)
+        headers, trace = self._headers, self._entry.trace
+        if trace is not None:
+            headers = trace.headers_to(instance.id, headers)
+        response = await send(instance, request, body, headers, self.output.may_migrate)
         if response.status == 404 and await self._lacks_adapter(instance):
             response.close()
             words = f"the adapter {request.model!r} is not loaded there"
@@ -376,9 +373,7 @@ class Relay:
         fetching, self._fetching = self._fetching, None
         if fetching is not None:
             fetching.end()
-        entry = self._entry
-        if (transfer := entry.take_transfer()) is not None:
-            self._scheduler.cancel_transfer(transfer, entry.prefill, frozenset(entry.dispatched))
+        self._scheduler.cancel_transfer(self._entry)
 
 
 class _Recompute(Exception):

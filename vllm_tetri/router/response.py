@@ -37,21 +37,18 @@ class Pump:
 
     def begin(self, source: int, target: int, rules: FlowRules, stop: Callable[[], None]) -> Flow:
         """Let events flow between two sockets, and call `stop` once if that ends by itself; `end`
-        it in any case. Raises `OSError`: there is no descriptor, or there are enough flows."""
+        it in any case. Raises `RuntimeError`: there is no descriptor, or there are enough flows."""
         if len(self._flows) >= self._most:
-            raise OSError("as many streams flow as may")
-        try:
-            flow = self._core.begin(
-                source,
-                target,
-                keeps=rules.keep is not None,
-                hides_ids=rules.hides_ids,
-                drops_empty=rules.drops_empty,
-                theirs=rules.theirs,
-                ours=rules.ours,
-            )
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
+            raise RuntimeError("as many streams flow as may")
+        flow = self._core.begin(
+            source,
+            target,
+            keeps=rules.keep is not None,
+            hides_ids=rules.hides_ids,
+            drops_empty=rules.drops_empty,
+            theirs=rules.theirs,
+            ours=rules.ours,
+        )
         self._flows[flow] = rules, stop
         return flow
 

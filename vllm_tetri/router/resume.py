@@ -78,17 +78,11 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class _Said:
+class _Said(msgspec.Struct):
     """What one choice has said: text, reasoning, names and arguments of tool calls, by field."""
 
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.token_ids: list[int] = []
-
-    def copy(self) -> _Said:
-        made = _Said()
-        made.texts, made.token_ids = dict(self.texts), list(self.token_ids)
-        return made
+    texts: dict[str, str] = {}
+    token_ids: list[int] = []
 
     def add(self, field: str, text: str | None) -> None:
         if text:
@@ -160,7 +154,10 @@ class StreamRecord:
         self._rest, self._has_prompt = b"", False
         self.error, self.is_aborted = b"", False
         self.is_caught_up = False
-        self._due = {index: said.copy() for index, said in self._said.items()}
+        self._due = {
+            index: _Said(dict(said.texts), list(said.token_ids))
+            for index, said in self._said.items()
+        }
         self._theirs = self._ours = _CREATED % self._created
 
     def feed(self, data: bytes) -> bytes:

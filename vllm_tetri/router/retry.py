@@ -21,7 +21,7 @@ from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Liveness, Upstream
-from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
+from vllm_tetri.types import InstanceId, InstanceInfo
 
 # Retries after failures, mid-stream ones included. Instances at their limits do not count, nor does
 # the first failure of an instance that the request is not to blame for: a node has many.
@@ -135,9 +135,7 @@ class Scheduler(Protocol):
         self, entry: Entry, request: ApiRequest, route: Route, instance: InstanceInfo
     ) -> None: ...
     def record_at_limit(self, instance: InstanceId) -> None: ...
-    def cancel_transfer(
-        self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
-    ) -> None: ...
+    def cancel_transfer(self, entry: Entry) -> None: ...
 
 
 class Attempts:

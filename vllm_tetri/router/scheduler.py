@@ -35,15 +35,7 @@ from vllm_tetri.router.table import Entry, RequestTable, Shares, Trace
 from vllm_tetri.router.tracing import Tracing
 from vllm_tetri.router.upstream import Liveness, Upstream
 from vllm_tetri.security import Secret
-from vllm_tetri.types import (
-    Flip,
-    InstanceId,
-    InstanceInfo,
-    InstanceState,
-    Mode,
-    RequestId,
-    TransferId,
-)
+from vllm_tetri.types import Flip, InstanceId, InstanceInfo, InstanceState, Mode, RequestId
 
 # Multiple of `silent_after_s` after which the requests of a silent instance fail.
 GIVE_UP_AFTER = 3
@@ -192,7 +184,7 @@ class GlobalScheduler:
                 outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
             return refusal.response({"x-request-id": entry.id})
         except (asyncio.CancelledError, ConnectionResetError):
-            is_whole = relay.has_sent_all  # clients may leave after `[DONE]`
+            is_whole = relay.output.is_complete  # clients may leave after `[DONE]`
             outcome = "ok" if is_whole else "cancelled"
             if is_whole:
                 self.poison.clear(request)
@@ -235,14 +227,15 @@ class GlobalScheduler:
         self.metrics.busy[instance] += 1
         self._shares.record_at_limit(instance)
 
-    def cancel_transfer(
-        self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
-    ) -> None:
-        """Tell instances to drop a KV transfer; all of them if no decode instance is known."""
+    def cancel_transfer(self, entry: Entry) -> None:
+        """Tell instances to drop the KV transfer of a request, if it has one; all of them if no
+        decode instance is known."""
+        if (transfer := entry.take_transfer()) is None:
+            return
         self.metrics.cancelled.inc()
         # In adaptive mode, now or when the request was sent, any instance may have it.
-        targets = set(decodes) or {each.info.id for each in self.monitor.view().instances}
-        for instance in targets | {prefill}:
+        targets = entry.dispatched or {each.info.id for each in self.monitor.view().instances}
+        for instance in targets | {entry.prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
 
     # Called by the monitor.

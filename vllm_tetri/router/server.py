@@ -384,8 +384,7 @@ async def _serve(
 
 def _raw(refusal: Refusal) -> bytes:
     """Render an error as bytes, where there is no request to respond to."""
-    phrase = HTTPStatus(refusal.status).phrase
-    body, lines = refusal.body(), [f"HTTP/1.1 {refusal.status} {phrase}"]
-    lines += [f"{name}: {value}" for name, value in refusal.headers().items()]
-    lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+    first = f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}"
+    body, headers = refusal.body(), {**refusal.headers(), "Content-Type": "application/json"}
+    headers |= {"Content-Length": str(len(body)), "Connection": "close"}
+    return head_of(first, headers) + body

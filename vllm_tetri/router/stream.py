@@ -11,7 +11,7 @@ from copy import deepcopy
 
 from aiohttp import web
 
-from vllm_tetri.router._core import Flow, FlowState
+from vllm_tetri.router._core import FlowState
 from vllm_tetri.router.errors import (
     ABORTED,
     NOT_OFFERED,
@@ -169,19 +169,14 @@ class Output:
         self._entry.begin_output()
         return passed
 
-    async def stream_events(self, events: bytes) -> web.StreamResponse:
-        """Send a stream of which all events are known."""
-        self._entry.begin_output()
-        self._entry.record_events(1)
-        return await self._finish(events)
-
-    async def break_off(self, refusal: Refusal) -> web.StreamResponse:
+    def break_off(self, refusal: Refusal) -> web.StreamResponse:
         """End the stream with an error event. The connection stays open: the client's next
         request may be on its way."""
         # An error must not become a part of an event that broke off.
-        return await self._finish(refusal.event() if self._is_whole else b"\n\n" + refusal.event())
+        return self.finish(refusal.event() if self._is_whole else b"\n\n" + refusal.event())
 
-    async def _finish(self, events: bytes) -> web.StreamResponse:
+    def finish(self, events: bytes) -> web.StreamResponse:
+        """Send the last events of a stream."""
         stream = self._begin()
         stream.send(events, is_last=True)
         self.is_complete = True
@@ -331,15 +326,12 @@ class Output:
         try:
             await response.flows()
         finally:
-            self._end_flow(flow, stream)
+            self._keep_flowed()
+            self._entry.count_flow(None)
+            if unsent := flow.take_unsent():
+                stream.write_unsent(unsent)
         # What follows the end of one is the end, or strange.
         self._reads_before_flow = -1 if flow.state is FlowState.ENDED else _READS_BEFORE_FLOW
-
-    def _end_flow(self, flow: Flow, stream: StreamedResponse) -> None:
-        self._keep_flowed()
-        self._entry.count_flow(None)
-        if unsent := flow.take_unsent():
-            stream.write_unsent(unsent)
 
     def _keep_flowed(self) -> None:
         if self._entry.flow is not None and self._record is not None:
@@ -353,13 +345,13 @@ class Output:
         is_recorded = is_good and request.is_streamed and request.is_splittable
         return self._new_record(is_plain=is_plain) if is_recorded else None
 
-    async def end(self) -> web.StreamResponse:
+    def end(self) -> web.StreamResponse:
         """Send the end of an output that is over but for its last events."""
         assert self._record is not None
         num_tokens = self._entry.prompt_tokens or len(self._record.prompt_token_ids)
         ending = self._record.ending(num_tokens, wants_usage=self._request.wants_usage)
         self._record_resumed()
-        return await self._finish(ending)
+        return self.finish(ending)
 
     def _record_resumed(self) -> None:
         if self._moved_s is not None:

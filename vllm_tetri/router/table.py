@@ -10,13 +10,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from itertools import islice
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched, Moved, Moving, Served
 from vllm_tetri.policy.mirrors import LongOutput, Mirror
 from vllm_tetri.policy.moves import RunningOutput
-from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
+from vllm_tetri.policy.overload import SoftLimit, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
 from vllm_tetri.router._core import Flow
 from vllm_tetri.router.request import ApiRequest
@@ -99,7 +100,6 @@ class Entry:
         self.flow: Flow | None = None  # passes its events on
         self.mover: Movable | None = None  # while it is served
         self.mirror: Mirror | None = None  # a copy of it, to go on with
-        self.sent_s = now  # when the prompt was sent to an instance last
         self.trace: Trace | None = None
         self._table = table
         self._counted_at = _NONE
@@ -124,10 +124,6 @@ class Entry:
         """The instance that has the request now; empty before it is sent."""
         return self.prefill if self.phase is Phase.PREFILLING else self.decode
 
-    def headers_to(self, instance: InstanceId, headers: dict[str, str]) -> dict[str, str]:
-        """Return the headers of its request to an instance."""
-        return headers if self.trace is None else self.trace.headers_to(instance, headers)
-
     def on(self, event: Event) -> None:
         """Move to the next phase; raises `ValueError` if the event cannot happen now."""
         self.phase = advance(self.phase, event)
@@ -141,7 +137,6 @@ class Entry:
         future that resolves when the last chunk of the prompt begins."""
         self.prefill, self.decode, self.reason = instance, _NONE, reason
         self.on(Event.PREFILL_SENT)
-        self.sent_s = time.monotonic()
         self.dispatched.clear()
         self.transfer = self.new_transfer()
         self.last_chunk = asyncio.get_running_loop().create_future()
@@ -164,7 +159,6 @@ class Entry:
             self.prefill, self.reason = instance, reason
         self.decode, self.last_chunk = instance, None
         self.on(Event.WHOLE_SENT)
-        self.sent_s = time.monotonic()
 
     def take_transfer(self) -> TransferId | None:
         """Return the transfer; the caller sees to it from here on."""
@@ -318,12 +312,11 @@ class Shares:
 
     def __init__(self, table: RequestTable, *, limit_each: float, num_clients: int) -> None:
         self._table, self._num_clients, self._limit_each = table, num_clients, limit_each
-        self._matters_from = matters_from(limit_each, num_clients=num_clients)
         self._soft_limits: dict[InstanceId, SoftLimit] = {}
 
     def at_limit(self, client: str) -> frozenset[InstanceId]:
         """Return the instances that have as many requests as allowed, or as many of a client."""
-        if len(self._table) < self._matters_from and not self._soft_limits:
+        if self._limit_each == inf and not self._soft_limits:
             return frozenset()
         now = time.monotonic()
         self._expire(now)

@@ -27,7 +27,7 @@ from vllm_tetri.router.errors import (
     is_at_limit_event,
 )
 from vllm_tetri.router.http_client import HttpClient
-from vllm_tetri.router.request import ApiRequest, parts_of
+from vllm_tetri.router.request import ApiRequest, headers_without, parts_of
 from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
@@ -36,6 +36,7 @@ _ERROR_BODY_S = 5.0
 _MAX_ERROR_BYTES = 4096
 _ALIVE_S = 1.0  # longest wait for `/health` of an instance that failed a request
 _AUTHORIZATION = "authorization"
+_RANK = frozenset({RANK_HEADER.lower()})
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0
 _TIMEOUT_S = 5.0
@@ -54,10 +55,6 @@ _APART_ADVICE = (
 )
 
 _log = logging.getLogger(__name__)
-
-
-def _without(headers: Mapping[str, str], dropped: str) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() != dropped.lower()}
 
 
 async def repeat(
@@ -121,7 +118,7 @@ class Upstream:
         proxied; `InstanceAtLimit`: the instance did not take the request."""
         url, method, headers = instance.url, request.method, self._authorized(headers)
         if instance.rank is not None:
-            headers = {**_without(headers, RANK_HEADER), RANK_HEADER: str(instance.rank)}
+            headers = {**headers_without(_RANK, headers), RANK_HEADER: str(instance.rank)}
         try:
             response = await self.http.send(
                 url, method, request.path, body, headers, instance.id, may_migrate
@@ -206,7 +203,7 @@ class Upstream:
     def _authorized(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         if self._authorization is None:
             return headers
-        kept = _without(headers, _AUTHORIZATION)
+        kept = headers_without(frozenset({_AUTHORIZATION}), headers)
         return {**kept, _AUTHORIZATION: self._authorization} if self._authorization else kept
 
     def _failure(self, instance: InstanceInfo, error: HttpError) -> InstanceFailed:
@@ -324,10 +321,6 @@ class Liveness:
         _log.error("%s (process %d) crashed or hangs", instance.id, instance.pid)
         return True
 
-    def _look(self) -> None:
-        self._check()
-        self._compare()
-
     def _compare(self) -> None:
         if self._roster == self._monitor.members.roster:
             return
@@ -340,7 +333,8 @@ class Liveness:
                 "%s. Requests are served aggregated there%s.", self._apart[instance], advice
             )
 
-    def _check(self) -> None:
+    def _look(self) -> None:
+        self._compare()
         known, self._reports = self._reports, {}
         progress, self._progress = self._progress, {}
         now = asyncio.get_running_loop().time()

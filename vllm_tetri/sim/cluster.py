@@ -14,7 +14,6 @@ from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.fetch import FetchPlan
 from vllm_tetri.policy.moves import RunningOutput, Source, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.overload import Late
-from vllm_tetri.policy.route import Split
 from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock
 from vllm_tetri.sim.engine.instance import Instance
@@ -138,9 +137,8 @@ class _Simulation:
             self._refused.append(RefusedRequest(spec, route.reason))
             self._done(now)
             return
-        is_split = isinstance(route, Split)
         first = route.prefill
-        request = SimRequest(spec, str(spec.id), first, is_split, None, spec.prompt_tokens)
+        request = SimRequest(spec, str(spec.id), first, route.is_split, None, spec.prompt_tokens)
         request.here_s = now
         plan = self._mode.plan_fetch(spec, first)
         if plan is None:
@@ -308,6 +306,7 @@ class _Simulation:
 
     def _handed_over(self, request: SimRequest, now: float) -> None:
         self._instances[request.prefill].release(request, now)
+        request.here_s = now
         self._receiver(request.decode).receive(request, now)
 
     def _receiver(self, name: InstanceId | None) -> TetriInstance:

@@ -18,7 +18,7 @@ from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.residency import Chain, Residency
-from vllm_tetri.policy.route import Route, RouteCandidates, Split, Whole, choose_route
+from vllm_tetri.policy.route import Route, RouteCandidates, choose_route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec
@@ -157,7 +157,7 @@ class SplitMode(SimMode):
         self._state.advance(now)
         prefix = self.look_up(spec, rows)
         route = choose_route(self._routes, may_split=True, cached=prefix.cached, reach=prefix.reach)
-        assert isinstance(route, Split | Whole), "there is an instance"
+        assert isinstance(route, Route), "there is an instance"
         first = route.prefill
         self._state.record_sent(first, None, self.need(spec, first), now)
         return route
@@ -195,9 +195,7 @@ class AdaptiveMode(SplitMode):
         need = self.need(spec, priced.prefill, expected)
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
-        if priced.is_split:
-            return Split(priced.prefill, priced.reason, True, priced.ttft_s, priced.decode)
-        return Whole(priced.prefill, priced.reason)
+        return Route(priced.prefill, priced.decode, priced.reason, True, priced.ttft_s)
 
 
 class WholeMode(AdaptiveMode):
@@ -219,7 +217,7 @@ class LeastInFlight(SimMode):
         chosen = min(self._in_flight, key=self._in_flight.__getitem__)
         self._in_flight[chosen] += 1
         self._where[spec.id] = chosen
-        return Whole(chosen, "fewest in flight")
+        return Route(chosen, chosen, "fewest in flight")
 
     def ended(self, spec: RequestSpec, now: float) -> None:
         self._in_flight[self._where.pop(spec.id)] -= 1

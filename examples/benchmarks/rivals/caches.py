@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from random import Random
 
 from vllm_tetri.policy.cluster import ClusterTable
-from vllm_tetri.policy.route import Route, Whole
+from vllm_tetri.policy.route import Route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.modes import SimMode, WholeMode
 from vllm_tetri.sim.workload import RequestSpec
@@ -43,7 +43,7 @@ class _Scored(SimMode):
         chosen = self._rng.choice([name for name, score in scores.items() if score == best])
         self._where[spec.id] = chosen
         self.in_flight[chosen] += 1
-        return Whole(chosen, "highest score")
+        return Route(chosen, chosen, "highest score")
 
     def ended(self, spec: RequestSpec, now: float) -> None:
         self.in_flight[self._where.pop(spec.id)] -= 1

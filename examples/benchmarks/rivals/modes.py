@@ -11,7 +11,7 @@ from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.overload import Late, expected_late
-from vllm_tetri.policy.route import Route, Split, Whole
+from vllm_tetri.policy.route import Route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.modes import SimMode
 from vllm_tetri.sim.request import SimRequest
@@ -52,9 +52,9 @@ class PairedMode(SimMode):
         after_s = 0.0 if prefill is decode else ttft_s(prefill, spec.prompt_tokens)
         self._state.record_sent(prefill.id, decode.id, priced, now, decode_after_s=after_s)
         if prefill is decode:
-            return Whole(prefill.id, "one for both")
+            return Route(prefill.id, prefill.id, "one for both")
         self._decodes[spec.id] = decode.id
-        return Split(prefill.id, "chosen with its decode instance")
+        return Route(prefill.id, decode.id, "chosen with its decode instance")
 
     def dispatch(
         self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
