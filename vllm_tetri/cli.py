@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = _find(words)
         return _run(command, words[len(command.name.split()) :])
     except (TetriError, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {str(error) or type(error).__name__}", file=sys.stderr)
         return error.exit_status if isinstance(error, TetriError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED

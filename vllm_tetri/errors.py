@@ -23,4 +23,4 @@ class ProtocolError(TetriError):
 
 
 class TransferError(TetriError):
-    """The receive arena or its port cannot be opened."""
+    """KV cannot travel over a link, or a device has no room for a receive arena."""

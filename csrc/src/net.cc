@@ -112,7 +112,10 @@ Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd) {
   // Each gets its part of the time: one may be of a network that swallows everything.
   for (const addrinfo* address = addresses.get(); left > 0; address = address->ai_next, --left) {
     Fd fd = new_socket(*address);
-    if (!fd) fail(Status::kPeerLost, "cannot create a socket", errno);
+    if (!fd) {  // as of an IPv6 address where the kernel has none
+      error = errno;
+      continue;
+    }
     set(fd.get(), SOL_SOCKET, SO_SNDBUF, kDataBuffer);
     if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return fd;
     error = errno;
@@ -124,8 +127,9 @@ Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd) {
     ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     if (error == 0) return fd;
   }
-  if (error == ETIMEDOUT)
+  if (error == ETIMEDOUT) {
     throw LinkError(Status::kTimeout, "no connection to " + where + " in time");
+  }
   fail(Status::kPeerLost, "cannot connect to " + where, error);
 }
 

@@ -11,6 +11,7 @@ import pytest
 from tests.engine.conftest import make_pair
 from tests.engine.harness import BLOCK, Engine, told_by
 from tests.engine.pair import CHUNK, Pair, prompt
+from tests.eventually import eventually
 from tests.transport.sides import still
 from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.step import WorkerReport
@@ -343,6 +344,30 @@ def test_a_decode_request_that_comes_before_its_kv_continues_after_the_token(
     assert pair.decode.outputs["a"][:1] == response.prior_output.token_ids
     assert len(pair.decode.outputs["a"]) == 4
     pair.settle()
+
+
+@pytest.mark.usefixtures("continues")
+def test_nothing_waits_for_what_is_here_already(
+    shm_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, receives = prompt(200), shm_pair.decode.endpoint.receives
+    request = shm_pair.receive("a", tokens, is_early=True)
+    shm_pair.decode.step()
+    shm_pair.send("a", tokens)
+    shm_pair.prefilled("a")
+    shm_pair.prefill.run_until(lambda: shm_pair.prefill.is_at_rest)
+
+    def has_note() -> bool:  # it came while vLLM asked about the request
+        receives.match(request, 0, is_busy=False)
+        return bool(receives.outputs)
+
+    eventually(has_note)
+    eventually(lambda: shm_pair.decode.endpoint.receiver.stats().unclaimed == 1)
+    monkeypatch.setattr(receives, "wait", pytest.fail)
+    assert shm_pair.decode.step().total_num_scheduled_tokens
+    monkeypatch.undo()
+    shm_pair.decode.run_until(lambda: "a" in shm_pair.decode.finished)
+    shm_pair.settle()
 
 
 def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:

@@ -197,12 +197,14 @@ def test_words_show_the_workers_of_an_instance(words: list[str]) -> None:
 @pytest.mark.slow
 def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "vllm.yaml"
-    path.write_text("tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nuds: x\n")
+    path.write_text(
+        "tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nhost: ::1\n"
+    )
     found = ask_vllm(["--model", "m", "--config", str(path), "--tetri-streams", "3"])
     assert found.num_workers == 2
     assert found.api_keys == ("a", "b")
     assert {"kv-cache-memory-bytes", "api-key", "tetri-streams"} <= found.names
-    assert found.names & {"port", "role", "host", "uds"} == {"uds"}
+    assert found.names & {"port", "role", "host"} == {"host"}
 
 
 @pytest.mark.slow

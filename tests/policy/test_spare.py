@@ -84,6 +84,12 @@ def test_nothing_is_spared_where_it_costs_more() -> None:
     assert number_to_spare(row(), LOAD._replace(used_part=0.7), COUNT, 2) == 0
 
 
+def test_the_number_of_now_may_break_a_bound_by_a_little() -> None:
+    at_bound = LOAD._replace(prompt_share=0.0248)  # outputs take a little over 5 % longer
+    assert number_to_spare(row(), at_bound, COUNT, 2) == 2
+    assert number_to_spare(row(), at_bound, COUNT, 1) == 1
+
+
 @given(st.floats(0.01, 0.6), st.floats(0.99, 1.01), st.integers(0, COUNT - 1))
 def test_equal_numbers_do_not_take_turns(share: float, factor: float, spared: int) -> None:
     here, there = (LOAD._replace(prompt_share=each) for each in (share, share * factor))
@@ -113,9 +119,10 @@ def test_one_instance_at_least_writes_outputs_and_first_tokens_are_no_later(
     assert 0 <= chosen < count
     expected = expected_s(row(cost), load, count)
     (none_s, all_s), (ttft_s, whole_s) = expected[0], expected[chosen]
-    assert 0 < ttft_s <= none_s
-    assert ttft_s <= whole_s <= 1.05 * all_s * (1 + 1e-9)
-    assert chosen == 0 or load.used_part * count / (count - chosen) <= 0.8
+    more = 1 + 0.02 * (chosen == now_spared > 0)
+    assert 0 < ttft_s <= more * none_s
+    assert ttft_s <= whole_s <= more * 1.05 * all_s * (1 + 1e-9)
+    assert chosen == 0 or load.used_part * count / (count - chosen) <= more * 0.8
 
 
 def test_it_takes_a_while_and_the_same_ones_are_spared_by_all_who_look() -> None:

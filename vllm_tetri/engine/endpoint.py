@@ -103,7 +103,9 @@ class Endpoint(LoadReader):
         self.receives = ReceiveSide(self.receiver, layout, blocks, pins, self.pool, config)
         info = self.info = self._describe(shape, self.receiver.endpoint)
         secret = read_secret(config.secret_file)
-        self.agent = Agent(config.control, info, self, config.report_period_s, secret)
+        self.agent = Agent(
+            config.control, info, self, period_s=config.report_period_s, secret=secret
+        )
         self.dispatcher = Dispatcher(
             config, info, self.lengths_store.lengths, self.predictions, self.agent, rng=Random()
         )

@@ -103,14 +103,14 @@ class LoadReader:
 
     def read_load(self) -> InstanceLoad:
         """Return the numbers of the next load report; counters are exact at rest."""
-        scheduler, lengths, arena = self.scheduler, self.lengths_store, self.receiver.stats()
+        scheduler, store, arena = self.scheduler, self.lengths_store, self.receiver.stats()
         sends, receives, budget = self.sends, self.receives, scheduler.budget
         requests = [
             one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
         ]
         running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
         decodes = [each for each in requests if each.request_id not in sends]
-        outlooks = [lengths.outputs.outlook(each, each.num_output_tokens) for each in decodes]
+        outlooks = [store.outputs.outlook(each, each.num_output_tokens) for each in decodes]
         heavy = sum(part for _, part in outlooks)
         left_tokens = sum(tokens for tokens, _ in outlooks)
         left_tokens -= sum(each.num_output_tokens for each in decodes)
@@ -157,8 +157,8 @@ class LoadReader:
             cpu_s=self._cpu_s(),
             threads=threading.active_count(),
             **self.predictions.numbers(),
-            length_coverage=lengths.lengths.coverage,
-            usual_tokens=lengths.lengths.usual_tokens(),
+            length_coverage=store.lengths.coverage,
+            usual_tokens=store.lengths.usual_tokens(),
             leftovers=self._lasting_leaks(time.monotonic()),
         )
 

@@ -250,12 +250,18 @@ class TetriScheduler(Scheduler):
         return len(self.kv_holding_waiting) + num_here
 
     def _look_for_arrivals(self) -> None:
-        """Take KV and first tokens that other instances sent."""
-        receives = self._endpoint.receives
-        parked = self._endpoint.moves.num_waiting
+        """Take KV and first tokens that other instances sent; if all that is here waits for some,
+        wait for news of them."""
+        self._take_arrivals()  # before: nothing that is here already ends the wait
+        receives, parked = self._endpoint.receives, self._endpoint.moves.num_waiting
         num_busy = len(self.running) + len(self.kv_holding_waiting) - parked
-        if not num_busy and 0 < len(self.waiting) + parked <= receives.num_waiting + parked:
+        is_idle = not num_busy and 0 < len(self.waiting) + parked <= receives.num_waiting + parked
+        if is_idle and self._arrival_wait_s:
             receives.wait(self._arrival_wait_s)
+            self._take_arrivals()
+
+    def _take_arrivals(self) -> None:
+        receives = self._endpoint.receives
         for request_id, prior_output in receives.take_outputs():
             self.continuations.begin_late(self.requests[request_id], prior_output)
         receives.pin_arrived(self.requests)

@@ -28,7 +28,6 @@ GIB = 1 << 30
 _MIN_MEMORY_BYTES = 6 * GIB  # two CPU instances of a small model
 _CUDA_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 _HTTP_PORT = 8000
-_NUM_CORES = 2  # in C++: of the transport and of the router
 _STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
@@ -100,7 +99,8 @@ def _software() -> Iterator[Diagnosis]:
     advice = f"with a CPU torch they break `import transformers`: pip uninstall {foreign}"
     yield Diagnosis(not machine.is_cpu_build() or not foreign, "torch extras", fact, advice)
 
-    is_built = len([*Path(segments.__file__).parents[1].glob("*/_core*.so")]) >= _NUM_CORES
+    package = Path(segments.__file__).parents[1]
+    is_built = all(any((package / each).glob("_core*.so")) for each in ("transport", "router"))
     advice = "`pip install .` builds them, with a C++17 compiler"
     fact = "built" if is_built else "missing"
     yield Diagnosis(is_built, "extensions", fact, advice, "FAIL")

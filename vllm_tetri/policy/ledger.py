@@ -117,7 +117,7 @@ class ClusterState:
         for name in {sent.prefill, sent.decode}:
             if name is None or name not in self.table.by_id:
                 continue
-            row = self.own(name, is_read)
+            row = self.own(name, is_read=is_read)
             if name == sent.prefill:
                 new_tokens = sent.need.prompt_tokens - sent.need.cached_tokens
                 row.queued_tokens += new_tokens
@@ -130,9 +130,9 @@ class ClusterState:
         """Count what instances do on the device of a row that has changed."""
         if row.device:
             near = self.table.devices[row.device]
-            count_neighbours([self.own(each.id, is_read) for each in near])
+            count_neighbours([self.own(each.id, is_read=is_read) for each in near])
 
-    def own(self, name: InstanceId, is_read: bool = False) -> InstanceRow:
+    def own(self, name: InstanceId, *, is_read: bool = False) -> InstanceRow:
         """Return a row that may be changed."""
         row = self._changed.get(name)
         if row is None or is_read:

@@ -36,7 +36,7 @@ class RunningOutput(NamedTuple):
     context_tokens: float  # prompt and output
     left_tokens: float  # of the output, expected
     num_moves: int
-    here_s: float  # since it came to this instance, in seconds
+    here_s: float  # since it was sent here, or its output began here, in seconds
     model: str = ""  # or adapter, that its next instance must have; empty for any
 
     @property

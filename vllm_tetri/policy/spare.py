@@ -27,7 +27,7 @@ _WANTED_S = 2.0  # for so long another number has to be better, each time by the
 _MARGIN = 0.01  # of the mean of both times
 _LEAST_GAIN = 0.04  # by which sparing any has to be better than sparing none
 _MOST_LONGER = 0.05  # by which the whole may take longer: requests last many times a first token
-_STAYS = 0.02  # by which the number of now may break a bound, so that none takes turns
+_STAYS = 1.02  # times its bounds the number of now may reach, so that none takes turns
 _MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
 _MOST_BUSY, _LEAST_S = 0.99, 1e-9  # whatever costs are reported, nothing is infinite
 
@@ -83,9 +83,9 @@ def number_to_spare(row: InstanceRow, load: UsualLoad, count: int, now_spared: i
     latest_s, longest_s = expected[0][0], (1 + _MOST_LONGER) * expected[0][1]
 
     def may_be(spared: int, ttft_s: float, whole_s: float) -> bool:
-        slack = 1 + _STAYS * (spared == now_spared)
-        is_early = ttft_s <= slack * latest_s and whole_s <= slack * longest_s
-        return is_early and load.used_part * count / (count - spared) <= slack * _MOST_USED
+        more = _STAYS if spared == now_spared else 1
+        is_early = ttft_s <= more * latest_s and whole_s <= more * longest_s
+        return is_early and load.used_part * count / (count - spared) <= more * _MOST_USED
 
     costs = {
         spared: ttft_s * whole_s

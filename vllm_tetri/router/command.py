@@ -237,13 +237,13 @@ def run(options: argparse.Namespace) -> int:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     keys, is_off = Keys(secrets), policy is WatchPolicy.OFF
-    bounds = {role: each for role in ROLES if (each := getattr(options, role)) is not None}
+    by_role = {role: each for role in ROLES if (each := getattr(options, role)) is not None}
     config = replace(
         config_of(options, secrets),
         first_byte_s=options.first_byte_timeout,
         max_flows=num_flows,
         num_clients=keys.num_clients,
-        watcher=None if is_off else Watcher(policy, options.flip_after, bounds),
+        watcher=None if is_off else Watcher(policy, options.flip_after, by_role),
         is_watcher_dry=options.flip_dry_run,
         mode=Mode(options.mode),
         lease=lease_of(options.flip_lease),

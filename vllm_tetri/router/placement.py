@@ -301,7 +301,7 @@ class Placer:
             refused = tuple(name for name in names if name not in excluded)
             return AllAtLimit(refused, "instances") if refused else None
         _log.debug("request %s: %s", request.request_id, place.reason)
-        return Route(place.prefill, place.decode, place.reason, True, place.ttft_s)
+        return Route(place.prefill, place.decode, place.reason, anywhere=True, ttft_s=place.ttft_s)
 
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance

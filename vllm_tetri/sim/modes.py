@@ -195,7 +195,9 @@ class AdaptiveMode(SplitMode):
         need = self.need(spec, priced.prefill, expected)
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
-        return Route(priced.prefill, priced.decode, priced.reason, True, priced.ttft_s)
+        return Route(
+            priced.prefill, priced.decode, priced.reason, anywhere=True, ttft_s=priced.ttft_s
+        )
 
 
 class WholeMode(AdaptiveMode):

@@ -33,7 +33,7 @@ void tune(int fd, bool data, bool mortal);
 // Bytes moved; 0 when the call would block. Throws kPeerLost when the other side is gone.
 size_t receive_some(int fd, void* buffer, size_t length);
 size_t send_some(int fd, const void* buffer, size_t length);
-size_t moved_or_throw(ssize_t moved, int error);  // of a call that sent
+size_t moved_or_throw(ssize_t moved, int error);  // what a send returned, with its errno
 // Sends what fits of what is queued, and takes it out.
 size_t send_queued(int fd, std::string* queued);
 
