@@ -215,15 +215,10 @@ def main() -> None:
     where = ("trace", "output")
     given = {key: str(each) for key, each in vars(options).items() if key not in where}
     site = Site("none", tuple(sorted(os.sched_getaffinity(0))), Path())
-    metrics = ["hits", "lru", "belady", *KEPT, "busy"]
-    head = {
-        "by": ["instances", "system"],
-        "metrics": metrics,
-        "conditions": conditions(site, **given),
-    }
+    by, metrics = ["instances", "system"], ["hits", "lru", "belady", *KEPT, "busy"]
     if options.traffic:
-        head |= {"by": ["turnover"], "metrics": ["kb_per_s", "instance_core", "router_core"]}
-    results = Results(options.output, head)
+        by, metrics = ["turnover"], ["kb_per_s", "instance_core", "router_core"]
+    results = Results.of(options.output, by, metrics, conditions(site, **given))
     if options.traffic:
         for repeat in range(5):
             results.add(turnover=options.traffic, repeat=repeat, **traffic(options.traffic, 752))

@@ -185,13 +185,8 @@ def measure_system(
     if not left:
         return
     Random(f"{options.seed} {system} {repeat}").shuffle(left)
-    stock = results.head["stock"]
-    up = [*options.up]
-    if system == "both-slo":
-        up += ["--ttft-slo", f"{STRICT[0] * stock['ttft_s']:.4f}"]
-        up += ["--tpot-slo", f"{STRICT[1] * stock['tpot_s']:.5f}"]
     site = options.device.on(site, SYSTEMS[system])
-    with serving(system, site, up=up) as url, client.client(site.cores) as asked:
+    with serving(system, site, up=options.up) as url, client.client(site.cores) as asked:
         play = player(asked, url, site, options)
         warm_up(play, system, options)
         for each in left:
@@ -262,12 +257,8 @@ def main() -> None:
         tokenize = sharegpt.tokenizer(site.model)
         options.draw = sharegpt.read(options.sharegpt, tokenize, WINDOW_TOKENS)
         facts["sharegpt"] = {"file": options.sharegpt.name, "pairs": options.draw.facts()}
-    head = {
-        "by": ["name", "rate", "system"],
-        "metrics": METRICS,
-        "conditions": conditions(site, **facts),
-    }
-    results = Results(options.output, head)
+    by, given = ["name", "rate", "system"], conditions(site, **facts)
+    results = Results.of(options.output, by, METRICS, given)
     known = results.head.get("stock", {}).get("at_once_per_s", {})
     if not set(options.classes) <= set(known):
         there = options.device.on(site, SYSTEMS["stock"])

@@ -58,7 +58,6 @@ SYSTEMS = {
     "stock": System(),
     "stock-128": System(serve=("--max-num-batched-tokens", "128")),
     "stock-256": System(serve=("--max-num-batched-tokens", "256")),
-    "stock-512": System(serve=("--max-num-batched-tokens", "512")),
     # What vLLM's guide to optimization advises on a GPU: few tokens for ITL, many for throughput.
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
@@ -77,8 +76,6 @@ SYSTEMS = {
     "both": System(up=_BOTH),
     # The same instance, asked without a router, and not in the way of that of another cluster.
     "role": System(serve=("--role", "both", "--tetri-control", "tcp://127.0.0.1:9")),
-    "both-256": System(up=_BOTH, serve=("--tetri-chunk-size", "256")),
-    "both-slo": System(up=(*_BOTH, "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
     "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),
     "split-1p2d": System(3, up=_1P2D),
@@ -95,10 +92,8 @@ SYSTEMS = {
         serve=("--no-enable-prefix-caching",),
     ),
     "adaptive-2p1d": System(3, up=("--mode", "adaptive", "--prefill", "2", "--decode", "1")),
-    "whole-2": System(2, up=("--mode", "whole", "--both", "2")),
     "adaptive-2": System(2, up=("--mode", "adaptive", "--both", "2")),
     "adaptive-3": System(3, up=("--mode", "adaptive", "--both", "3")),
-    "tbt-slo": System(up=("--mode", "whole", "--both", "1"), serve=("--tetri-tbt-slo", "0.25")),
 }
 
 

@@ -122,19 +122,16 @@ def mixed_stream(options: argparse.Namespace, rng: Random) -> dict[str, list[Req
     return {f"{options.request_rate:g}/s": requests}
 
 
-def conversations(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
-    """Make requests with outputs of very different lengths, all due at once."""
+def at_once(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make requests of very different lengths, all due at once; with `--rows`, outputs are as long
+    as those there."""
+    draw: Callable[[], float] = partial(heavy_tailed, rng, 180, 0.9, 1000)
+    if options.rows:
+        tokens = _rows(options.rows)["tokens"].tolist()
+        draw = iter(rng.choices(tokens, k=options.num_prompts)).__next__
     lengths = [
-        (heavy_tailed(rng, 100, 1.1, 1500), max(2, heavy_tailed(rng, 180, 0.9, 1000)))
-        for _ in range(options.num_prompts)
+        (heavy_tailed(rng, 100, 1.1, 1500), max(2, int(draw()))) for _ in range(options.num_prompts)
     ]
-    return {"at once": [Request(0.0, random_prompt(p, rng), out) for p, out in lengths]}
-
-
-def answers(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
-    """Make requests with outputs as long as those of `--rows`, all due at once."""
-    drawn = rng.choices(_rows(options.rows)["tokens"].tolist(), k=options.num_prompts)
-    lengths = [(heavy_tailed(rng, 100, 1.1, 1500), max(2, int(each))) for each in drawn]
     return {"at once": [Request(0.0, random_prompt(p, rng), out) for p, out in lengths]}
 
 
@@ -181,7 +178,6 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
     two = {"stock": Variant(), "stock 256": _budget(256)}
     little = ("--num-gpu-blocks-override", str(interference.LITTLE_KV * max(options.batches)))
     by = by_predictor(options) if options.rows else {"": oracle}
-    load = answers if options.rows else conversations
     beside = two | {"ours": Variant((), WHOLE), "little KV": Variant(little, only="5")}
     blocks = ("--block-size", str(interference.BLOCK_TOKENS))
     return {
@@ -230,7 +226,7 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
                 for who, chosen in by.items()
                 for name in ("greedy", "reserve-static", "reserve-dynamic")
             },
-            load,
+            at_once,
             is_paced=True,
             metrics=["jct_mean_ms", "total_s", "preemptions", "late_ms"],
         ),
@@ -240,7 +236,7 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
                 for who, chosen in by.items()
                 for name in options.dispatch.split(",")
             },
-            load,
+            at_once,
             is_paced=True,
             metrics=["total_s", "jct_mean_ms", "preemptions", "late_ms"],
         ),
@@ -373,12 +369,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="result file; EXPERIMENT.jsonl")
     options, site = parse(parser)
     experiment = experiments(options)[options.experiment]
-    head = {
-        "by": ["load", "system"],
-        "metrics": experiment.metrics,
-        "conditions": conditions(site, experiment=options.experiment, n=options.num_prompts),
-    }
-    results = Results(options.output or Path(f"{options.experiment}.jsonl"), head)
+    output = options.output or Path(f"{options.experiment}.jsonl")
+    given = conditions(site, experiment=options.experiment, n=options.num_prompts)
+    results = Results.of(output, ["load", "system"], experiment.metrics, given)
     names = options.systems.split(",") if options.systems else list(experiment.variants)
     for repeat in range(options.repeats):
         for name in Random(f"{options.seed} {repeat}").sample(names, len(names)):

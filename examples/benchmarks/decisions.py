@@ -196,14 +196,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of loads and requests; 0")
     parser.add_argument("--output", type=Path, default=Path("decisions.jsonl"), help="result file")
     options = parser.parse_args()
-    options.output.unlink(missing_ok=True)
     site = Site("none", tuple(sorted(os.sched_getaffinity(0))), Path())
-    head = {
-        "by": ["decision", "case", "instances"],
-        "metrics": ["median_us", "p99_us"],
-        "conditions": conditions(site, policy=options.policy, decisions=options.decisions),
-    }
-    results, count = Results(options.output, head), options.decisions
+    by, metrics = ["decision", "case", "instances"], ["median_us", "p99_us"]
+    count = options.decisions
+    given = conditions(site, policy=options.policy, decisions=count)
+    results = Results.of(options.output, by, metrics, given, is_new=True)
     gc.collect()
     gc.disable()
     for size in SIZES:

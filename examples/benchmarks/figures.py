@@ -69,6 +69,21 @@ class Results:
         self.cells = [each["cell"] for each in good[1:]]
         self.rewrite()
 
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        by: Sequence[str],
+        metrics: Sequence[str],
+        conditions: Mapping[str, Any],
+        *,
+        is_new: bool = False,
+    ) -> Results:
+        """Begin a file with such a head, or continue it unless it `is_new`."""
+        if is_new:
+            path.unlink(missing_ok=True)
+        return cls(path, {"by": [*by], "metrics": [*metrics], "conditions": conditions})
+
     def rewrite(self) -> None:
         """Write the file anew, with what the head holds now."""
         self._path.write_text("")

@@ -182,12 +182,8 @@ def main() -> int:
     names = options.systems.split(",") if options.systems else [*splits, *POLICIES]
     figures_shown = ["completed", "ttft_mean_ms", "jct_mean_ms", "makespan_s", "in_time", "flips"]
     times = ["drain_s", "commit_s", "asked", "lost", "late_ms"]
-    head = {
-        "by": ["load", "system"],
-        "metrics": [*figures_shown, *times],
-        "conditions": conditions(site, scale=options.scale, rates=options.request_rates),
-    }
-    results = Results(options.output, head)
+    given = conditions(site, scale=options.scale, rates=options.request_rates)
+    results = Results.of(options.output, ["load", "system"], [*figures_shown, *times], given)
     if options.flips and not results.has(load="timing"):
         with serving(splits[-1], site, options) as url:
             for place, each in enumerate(asyncio.run(time_flips(url, site, options))):

@@ -60,13 +60,9 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=720, help="requests at each rate; 720")
     parser.add_argument("--output", type=Path, default=Path("goodputs.jsonl"), help="result file")
     options = parser.parse_args()
-    options.output.unlink(missing_ok=True)
-    head = {
-        "by": ["profile", "class", "way"],
-        "metrics": ["per_s"],
-        "conditions": {"instances": INSTANCES, "num_prompts": options.num_prompts},
-    }
-    results = Results(options.output, head)
+    given = {"instances": INSTANCES, "num_prompts": options.num_prompts}
+    by = ["profile", "class", "way"]
+    results = Results.of(options.output, by, ["per_s"], given, is_new=True)
     for name in options.profiles.split(","):
         engine = of_profile(EngineConfig(), profile(name))
         for kind in CLASSES:

@@ -93,12 +93,9 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("handover.jsonl"), help="result file")
     options, site = parse(parser)
-    head = {
-        "by": ["prompt", "system"],
-        "metrics": ["ttft_ms", "ttft_over_stock_ms", "step_ms", "second_beyond_step_ms"],
-        "conditions": conditions(site, num_prompts=options.num_prompts, chunk=options.chunk),
-    }
-    results = Results(options.output, head)
+    metrics = ["ttft_ms", "ttft_over_stock_ms", "step_ms", "second_beyond_step_ms"]
+    given = conditions(site, num_prompts=options.num_prompts, chunk=options.chunk)
+    results = Results.of(options.output, ["prompt", "system"], metrics, given)
     chunked = ("--max-num-batched-tokens", str(options.chunk))
     first = site.cores[:1] if is_cpu_build() else site.cores
     chunk = ("--tetri-chunk-size", str(options.chunk))

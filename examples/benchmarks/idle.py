@@ -60,13 +60,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="to watch; 30")
     parser.add_argument("--output", type=Path, default=Path("idle.jsonl"), help="result file")
     options, site = parse(parser)
-    options.output.unlink(missing_ok=True)
-    head = {
-        "by": ["system"],
-        "metrics": ["core_percent", "pss_mib", "ready_after_s"],
-        "conditions": conditions(site, seconds=options.seconds),
-    }
-    results, began = Results(options.output, head), time.monotonic()
+    metrics = ["core_percent", "pss_mib", "ready_after_s"]
+    given = conditions(site, seconds=options.seconds)
+    results = Results.of(options.output, ["system"], metrics, given, is_new=True)
+    began = time.monotonic()
     with stock(site, "stock", System(2), site.cores[:1]) as url:
         ready_s = time.monotonic() - began
         warm_up(url, site.name)

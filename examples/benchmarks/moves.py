@@ -208,8 +208,7 @@ def main() -> int:
     shown += ["gap_p50_ms", "pause_p50_steps", "pause_p99_steps"]
     rates, seconds = options.request_rates, options.seconds
     about = conditions(site, scale=options.scale, rates=rates, seconds=seconds)
-    head = {"by": ["load", "system"], "metrics": shown, "conditions": about}
-    results = Results(options.output, head)
+    results = Results.of(options.output, ["load", "system"], shown, about)
     for repeat in range(options.repeats):
         for load in options.loads.split(","):
             for name in Random(f"{options.seed} {repeat}").sample([*SYSTEMS], len(SYSTEMS)):

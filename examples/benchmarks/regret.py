@@ -87,14 +87,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.5, help="requests per second; 0.5")
     parser.add_argument("--output", type=Path, default=Path("regret.jsonl"), help="result file")
     options, site = parse(parser)
-    head = {
-        "by": ["name", "mode"],
-        "metrics": METRICS,
-        "conditions": conditions(
-            site, num_prompts=options.num_prompts, rate=options.rate, system=options.system
-        ),
-    }
-    results = Results(options.output, head)
+    chosen = {name: getattr(options, name) for name in ("num_prompts", "rate", "system")}
+    results = Results.of(options.output, ["name", "mode"], METRICS, conditions(site, **chosen))
     with serving(options.system, site) as url, client.client(site.cores) as asked:
         target = Target(url, site.name)
         warm_up(partial(asked.play, target), options.system, options)

@@ -115,17 +115,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="seeds; 3")
     parser.add_argument("--output", type=Path, default=Path("regrets.jsonl"), help="result file")
     options = parser.parse_args()
-    options.output.unlink(missing_ok=True)
-    head = {
-        "by": ["profile", "class", "rate"],
-        "metrics": ["usual", "usual_of_layouts", "roles"],
-        "conditions": {
-            "instances": INSTANCES,
-            "num_prompts": options.num_prompts,
-            "seconds": options.seconds,
-        },
-    }
-    results = Results(options.output, head)
+    by, metrics = ["profile", "class", "rate"], ["usual", "usual_of_layouts", "roles"]
+    asked = {"num_prompts": options.num_prompts, "seconds": options.seconds}
+    given = {"instances": INSTANCES, **asked}
+    results = Results.of(options.output, by, metrics, given, is_new=True)
     for name in options.profiles.split(","):
         found = []
         for cell in cells(name, options):

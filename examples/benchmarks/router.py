@@ -315,12 +315,9 @@ def main() -> None:
     metrics = ["added_p50_ms", "added_p99_ms", "p50_ms", "events_per_cpu_s", "cpu_us_of_events",
                "requests_per_cpu_s", "events_per_s", "requests_per_s"]  # fmt: skip
     site = Site("fake", tuple(cores[:2]), options.folder)
-    head = {
-        "by": ["shape", "load", "token", "system"],
-        "metrics": metrics,
-        "conditions": conditions(site, num_prompts=options.num_prompts),
-    }
-    results = Results(options.output, head)
+    by = ["shape", "load", "token", "system"]
+    given = conditions(site, num_prompts=options.num_prompts)
+    results = Results.of(options.output, by, metrics, given)
     with systems(options.folder, routers, others, options.input_len, options.before) as found:
         os.sched_setaffinity(0, others)
         for repeat in range(options.repeats):

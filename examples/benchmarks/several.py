@@ -115,13 +115,9 @@ def main() -> None:
     output = Path("several-routers.jsonl")
     parser.add_argument("--output", type=Path, default=output, help="result file")
     options = parser.parse_args()
-    options.output.unlink(missing_ok=True)
-    head = {
-        "by": ["profile", "class", "routers", "told"],
-        "metrics": list(SHOWN),
-        "conditions": {"instances": INSTANCES, "num_prompts": options.num_prompts},
-    }
-    results = Results(options.output, head)
+    by = ["profile", "class", "routers", "told"]
+    given = {"instances": INSTANCES, "num_prompts": options.num_prompts}
+    results = Results.of(options.output, by, SHOWN, given, is_new=True)
     for name in PROFILES:
         engine = of_profile(EngineConfig(), profile(name))
         instances = make_instances(both=INSTANCES, engine=engine)

@@ -129,7 +129,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of lengths; 0")
     parser.add_argument("--output", type=Path, default=Path("steps.jsonl"), help="result file")
     options = parser.parse_args()
-    options.output.unlink(missing_ok=True)
     site = Site("none", tuple(sorted(os.sched_getaffinity(0))), Path())
     asked = {name: getattr(options, name) for name in ("queued", "steps", "chunk", "repeats")}
     kinds: dict[str, Any] = {
@@ -139,8 +138,7 @@ def main() -> None:
     }
     names = [f"{what}_{kind}_us" for what in ("schedule", "update") for kind in kinds]
     by, given = ["order", "batch", "system"], conditions(site, **asked)
-    head = {"by": by, "metrics": [*names, "prompts"], "conditions": given}
-    results = Results(options.output, head)
+    results = Results.of(options.output, by, [*names, "prompts"], given, is_new=True)
     enable_envs_cache()  # as EngineCore does
     gc.disable()
     for policy, batch in product(options.orders.split(","), options.batches.split(",")):

@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from tests.control.channel import INFO, FakeRouter, Joined, eventually, joined, monitor, states
+from tests.control.channel import INFO, eventually, joined, monitor, states
 from vllm_tetri import messages
-from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import Hello
 from vllm_tetri.security import Curve, Secret
 
@@ -97,9 +95,3 @@ async def test_with_a_secret_any_address_will_do() -> None:
         port = router.address.rpartition(":")[2]
         async with joined(f"tcp://127.0.0.1:{port}", secret=OURS):
             await eventually(lambda: states(router))
-    for without in (
-        lambda: Monitor("tcp://0.0.0.0:0", "router", FakeRouter()),
-        lambda: Joined("tcp://10.0.0.1:1"),
-    ):
-        with pytest.raises(ConfigError, match="vllm-tetri secret FILE"):
-            without()

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.cluster import Cluster, Stock, answers
+from tests.e2e.cluster import Cluster, Stock, running
 from tests.e2e.prompts import completion
 
 TIMEOUT = aiohttp.ClientTimeout(total=110)
@@ -132,12 +132,8 @@ def stock_answers(
         others = iter(await ask_all(url, [body for body in bodies if "seed" not in body]))
         return [each or next(others) for each in alone]
 
-    stock = Stock(model, folder, serve=serve)
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+    with running(Stock(model, folder, serve=serve)) as stock:
         found = asyncio.run(ask_stock(stock.url))
-    finally:
-        stock.stop()
     assert [each for each in found if not each.token_ids] == []
     return found
 

@@ -108,6 +108,9 @@ class Stock(Process):
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # else every worker wants a core of its own
         )  # fmt: skip
 
+    def ready(self) -> None:
+        self.wait_for(lambda: answers(f"{self.url}/health"), "stock vLLM")
+
 
 class Cluster(Process):
     """`vllm-tetri up` with one prefill and one decode instance."""
@@ -158,11 +161,8 @@ class Cluster(Process):
 
     def resumed(self) -> float:
         """How many streams broke off and were continued by another instance."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith('tetri_streams_broken_total{outcome="resumed"}'):
-                    return float(line.rsplit(" ", 1)[1])
-        return 0.0
+        line = r'^tetri_streams_broken_total{outcome="resumed"} (\S+)'
+        return sum(map(float, re.findall(line, metrics(self.url), re.MULTILINE)))
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The processes of an instance, as they are now; its guard first."""
@@ -270,20 +270,20 @@ class ByHand(Cluster):
 
 
 @contextmanager
-def running(cluster: Any) -> Iterator[Any]:
-    """Ready; gone afterwards."""
+def running(servers: Any) -> Iterator[Any]:
+    """Stock or a cluster, ready; gone afterwards."""
     try:
-        cluster.ready()
-        yield cluster
+        servers.ready()
+        yield servers
     finally:
-        cluster.stop()
+        servers.stop()
 
 
 @contextmanager
 def side_by_side(stock: Stock, cluster: Cluster) -> Iterator[tuple[Stock, Cluster]]:
     """Both ready; both gone afterwards."""
     try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        stock.ready()
         cluster.ready()
         yield stock, cluster
     finally:
@@ -294,6 +294,11 @@ def side_by_side(stock: Stock, cluster: Cluster) -> Iterator[tuple[Stock, Cluste
 def get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as answer:
         return json.load(answer)
+
+
+def metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        return str(answer.read().decode())
 
 
 def post(url: str, body: Any) -> Any:

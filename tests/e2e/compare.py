@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -50,6 +51,16 @@ async def ask_raw(url: str, kind: str, body: Any, headers: Any = None) -> Reply:
         session.post(url + _PATHS.get(kind, kind), json=body, headers=headers) as response,
     ):
         return Reply(response.status, dict(response.headers), await response.read())
+
+
+async def reply_to(url: str, body: Any) -> Reply:
+    """Chat or completion by the body."""
+    return await ask_raw(url, "chat" if "messages" in body else "completion", body)
+
+
+async def replies_to(url: str, bodies: list[Any]) -> list[Reply]:
+    """All at once."""
+    return list(await asyncio.gather(*(reply_to(url, body) for body in bodies)))
 
 
 def merged(reply: Reply) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.client import ask_all
-from tests.e2e.cluster import Cluster, Stock, running, side_by_side
+from tests.e2e.cluster import Cluster, Stock, post, running, side_by_side
 from tests.e2e.prompts import completion
+from vllm_tetri.types import Mode
 
 FORKED = Path(__file__).parents[1] / "forked"
 
@@ -95,7 +96,14 @@ def own_started(
 
 
 @pytest.fixture
-def own(own_started: Cluster) -> Iterator[Cluster]:
-    """Every test leaves it at rest."""
+def own(request: pytest.FixtureRequest, own_started: Cluster) -> Iterator[Cluster]:
+    """Every test leaves it at rest, within `REST_S` if this module has that."""
     yield own_started
-    own_started.rest()
+    own_started.rest(getattr(request.module, "REST_S", 1.5))
+
+
+@pytest.fixture
+def free(cluster: Cluster) -> Iterator[Cluster]:
+    """The shared cluster, whose mode a test may change."""
+    yield cluster
+    post(f"{cluster.url}/tetri/v1/mode", {"mode": Mode.SPLIT})

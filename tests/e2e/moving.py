@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import urllib.request
 from collections import Counter
 from itertools import count
 from typing import Any
 
 import aiohttp
 
-from tests.e2e.cluster import Cluster
-from tests.e2e.compare import ask_raw, difference, merged
+from tests.e2e.cluster import Cluster, metrics
+from tests.e2e.compare import difference, merged, reply_to
 
 
 def outcomes(cluster: Cluster) -> Counter[str]:
     """How many moves ended how, since the start."""
     found = Counter[str]()
-    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30).read().decode()
-    for outcome, number in re.findall(r'tetri_moves_total{outcome="(\w+)".*} ([\d.]+)', text):
+    line = r'tetri_moves_total{outcome="(\w+)".*} ([\d.]+)'
+    for outcome, number in re.findall(line, metrics(cluster.url)):
         found[outcome] += int(float(number))
     return found
 
@@ -38,10 +37,6 @@ async def move_on(url: str, count: int = 2) -> None:
                     async with session.post(path, json={"to": f"decode-{other}"}) as response:
                         assert response.status in (202, 404, 409)
             await asyncio.sleep(0.05)
-
-
-def kind_of(body: dict[str, Any]) -> str:
-    return "chat" if "messages" in body else "completion"
 
 
 class Persistent:
@@ -67,7 +62,7 @@ class Persistent:
     async def _ask(self, at: int, body: Any) -> str:
         begin_s, problem = time.monotonic(), ""
         try:
-            reply = await ask_raw(self._url, kind_of(body), body)
+            reply = await reply_to(self._url, body)
             if reply.status == 200 and b'"error"' not in reply.raw:
                 differs = difference(merged(reply), self._expected[at])
                 self.wrong += [(body, differs)] if differs else []

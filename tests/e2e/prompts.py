@@ -47,3 +47,9 @@ def chat(num_words: int, **options: Any) -> dict[str, Any]:
         "return_token_ids": True,
         **options,
     }
+
+
+def turn_of(messages: list[dict[str, str]], max_tokens: int, **options: Any) -> dict[str, Any]:
+    """A turn of a conversation, whose output has exactly this length."""
+    exact = {"messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
+    return {**chat(0), **exact, **options}

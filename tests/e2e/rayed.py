@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.e2e.cluster import ARENA_BYTES, CHUNK, SERVE, Cluster, Process
+from tests.e2e.cluster import Cluster
 
 FIRST, SECOND = "first", "second"
 CPUS = 3  # of a node: one has room for all instances
@@ -99,17 +99,8 @@ class OnRay(Cluster):
 
     def __init__(self, model: Path, folder: Path, nodes: RayCluster, *roles: str) -> None:
         self.nodes = nodes
-        self.ready_file = folder / "ready.json"
-        self.logs = folder / "logs"
-        Process.__init__(
-            self,
-            ["vllm_tetri.cli", "up", str(model), "--on", nodes.address, *roles, "--port", "0",
-             "--ready-file", str(self.ready_file), "--log-dir", str(self.logs), "--flip", "off",
-             "--mode", "split", "--", *SERVE, "--tetri-arena-bytes", str(ARENA_BYTES),
-             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5",
-             "--tetri-link", "tcp"],  # nodes share this machine's memory, which hosts do not
-            folder / "up.log",
-        )  # fmt: skip
+        serve = ("--tetri-link", "tcp")  # nodes share this machine's memory, which hosts do not
+        super().__init__(model, folder, roles=("--on", nodes.address, *roles), serve=serve)
 
     def hosts(self) -> dict[str, str]:
         """The name of the node of each instance that is ready."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-import urllib.request
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all, assert_as_stock
-from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.cluster import Cluster, Stock, metrics
 from tests.e2e.prompts import chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -36,12 +35,10 @@ def assert_refused_well(answer: Answer) -> None:
 
 
 def count_of(cluster: Cluster, name: str, **labels: str) -> float:
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         float(line.rpartition(" ")[2])
-        for line in lines
+        for line in metrics(cluster.url).splitlines()
         if line.startswith(name + "{") and all(each in line for each in wanted)
     )
 

@@ -1,4 +1,4 @@
-"""What is not even a request: broken JSON, huge bodies, garbage on other ports.
+"""What is not even a request: huge bodies, garbage on other ports.
 
 Wrong values of fields are `WRONG` in `shapes.py`.
 """
@@ -10,7 +10,6 @@ import os
 import random
 import socket
 
-import aiohttp
 import pytest
 
 from tests.e2e.client import ask
@@ -19,15 +18,6 @@ from tests.e2e.prompts import completion
 from vllm_tetri import messages
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"null", b'{"a":' * 5000])
-async def test_broken_json(cluster: Cluster, raw: bytes) -> None:
-    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            async with session.post(cluster.url + path, data=raw) as response:
-                assert response.status == 400
-                assert (await response.json())["error"]["message"]
 
 
 async def test_a_clients_own_kv_params_are_ignored(cluster: Cluster, stock: Stock) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import Answer, ask, until
-from tests.e2e.cluster import MODEL, Cluster, Stock, get, post
-from tests.e2e.prompts import text_prompt
+from tests.e2e.cluster import Cluster, Stock, get, post
+from tests.e2e.prompts import STREAM, text_prompt, turn_of
 from vllm_tetri.types import Mode
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -19,33 +18,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TURNS, CONVERSATIONS = 3, 2
 
 
-@pytest.fixture
-def free(cluster: Cluster) -> Iterator[Cluster]:
-    """The shared cluster, whose mode a test may change."""
-    yield cluster
-    post(f"{cluster.url}/tetri/v1/mode", {"mode": Mode.SPLIT})
-
-
-def body_of(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "messages": messages,
-        "max_tokens": 90,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-        **more,
-    }
-
-
 async def converse(url: str, seed: int, **more: Any) -> list[Answer]:
     """Hold a conversation; its answers."""
     messages = [{"role": "user", "content": f"{seed}: {text_prompt(150 + seed)}"}]
     found = []
     for turn in range(TURNS):
-        answer = await ask(url, body_of(messages, **more))
+        answer = await ask(url, turn_of(messages, 90, **STREAM, **more))
         found.append(answer)
         messages.append({"role": "assistant", "content": answer.text})
         messages.append({"role": "user", "content": text_prompt(20 + turn)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +18,12 @@ from tests.e2e.client import (
     stock_answers,
     until,
 )
-from tests.e2e.cluster import Cluster, post, running
+from tests.e2e.cluster import Cluster, post
 from tests.e2e.prompts import LENGTHS, STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
+OWN = {"roles": ("--both", "1"), "serve": ("--data-parallel-size", "2")}
 RANKS = ("both-0-dp0", "both-0-dp1")
 ASKED = [
     *(completion(n, max_tokens=12, **(STREAM if at % 2 else {})) for at, n in enumerate(LENGTHS)),
@@ -37,57 +37,37 @@ def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return stock_answers(tiny_llama, tmp_path_factory.mktemp("stock"), ASKED)
 
 
-@pytest.fixture(scope="module")
-def started(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, expected: list[Answer]
-) -> Iterator[Cluster]:
-    cluster = Cluster(
-        tiny_llama,
-        tmp_path_factory.mktemp("ranks"),
-        roles=("--both", "1"),
-        serve=("--data-parallel-size", "2"),
-    )
-    with running(cluster):
-        yield cluster
-
-
-@pytest.fixture
-def cluster(started: Cluster) -> Iterator[Cluster]:
-    yield started
-    started.rest()
-
-
 async def test_ranks_hand_over_to_each_other_and_answer_like_stock(
-    cluster: Cluster, expected: list[Answer]
+    expected: list[Answer], own: Cluster
 ) -> None:
-    rows = cluster.instances()
+    rows = own.instances()
     assert sorted(rows) == list(RANKS)
     assert len({each["url"] for each in rows.values()}) == 1
     one, two = RANKS
     turns = [(two, "decode"), (one, "prefill")], [(one, "both"), (two, "prefill"), (one, "decode")]
     for flips, prefill, decode in zip(turns, RANKS, RANKS[::-1], strict=True):
         for name, role in flips:
-            await flip(cluster, name, role)
-        await split_once(cluster)
-        alone = [await ask(cluster.url, body) for body in ASKED[::4]]
-        together = await ask_all(cluster.url, ASKED)
+            await flip(own, name, role)
+        await split_once(own)
+        alone = [await ask(own.url, body) for body in ASKED[::4]]
+        together = await ask_all(own.url, ASKED)
         assert_same([*alone, *together], [*expected[::4], *expected])
         ran = {(each.headers["x-tetri-prefill"], each.decode) for each in (*alone, *together)}
         assert (prefill, decode) in ran
-    rows = cluster.instances()
+    rows = own.instances()
     assert all(each["kv_bytes_received"] > 0 == each["kv_loads_failed"] for each in rows.values())
 
 
-async def test_a_server_ends_with_its_last_rank(cluster: Cluster, expected: list[Answer]) -> None:
-    server = cluster.processes("both-0")[1]
+async def test_a_server_ends_with_its_last_rank(expected: list[Answer], own: Cluster) -> None:
+    server = own.processes("both-0")[1]
     for name, left in zip(RANKS, (["ready"], []), strict=True):
         answer = await asyncio.to_thread(
-            post, f"{cluster.url}/tetri/v1/instances/{name}/drain", {"force": True}
+            post, f"{own.url}/tetri/v1/instances/{name}/drain", {"force": True}
         )
         assert answer["id"] == name
-        await until(partial(_are, cluster, left), f"{name} is gone")
+        await until(partial(_are, own, left), f"{name} is gone")
         if left:
-            assert_same([await ask(cluster.url, ASKED[1])], [expected[1]])
+            assert_same([await ask(own.url, ASKED[1])], [expected[1]])
             assert server.is_running()
     await asyncio.to_thread(server.wait, 30)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all, split_once
-from tests.e2e.cluster import Cluster, Stock, answers, running
+from tests.e2e.cluster import Cluster, Stock, metrics, running
 from tests.e2e.prompts import STREAM, completion, token_prompt
 from tests.tiny_model import tiny_model
 from vllm_tetri.router.merged import read_families
@@ -49,12 +48,8 @@ PLAIN = [completion(n, max_tokens=60) for n in (100, 120, 190, 200, 300, 500, 70
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """What stock says without drafts, one request after the other."""
-    stock = Stock(tiny_llama, tmp_path_factory.mktemp("stock"))
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+    with running(Stock(tiny_llama, tmp_path_factory.mktemp("stock"))) as stock:
         return asyncio.run(one_by_one(stock.url, [*ASKED, *PLAIN]))
-    finally:
-        stock.stop()
 
 
 @pytest.fixture(scope="module", params=[NGRAM, DRAFT_MODEL], ids=lambda each: each["method"])
@@ -80,8 +75,7 @@ async def one_by_one(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
 
 def counted(url: str, what: str) -> float:
     """How many tokens an instance has drafted, or accepted."""
-    with urllib.request.urlopen(f"{url}/metrics") as response:
-        series = read_families([response.read().decode()])
+    series = read_families([metrics(url)])
     name = f"vllm:spec_decode_num_{what}_tokens_total"
     found = (family.series.items() for family in series.values())
     return sum(sum(values) for each in found for key, values in each if key.startswith(name))

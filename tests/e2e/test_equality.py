@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all, until
-from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.cluster import Cluster, Stock, metrics
 from tests.e2e.prompts import LENGTHS, STREAM, chat, completion
 from vllm_tetri.router.merged import read_families
 
@@ -72,8 +71,7 @@ async def test_streamed(stock: Stock, cluster: Cluster) -> None:
 
 def counts(url: str) -> dict[str, float]:
     """vLLM's counts of requests and tokens; of requests by how they ended."""
-    with urllib.request.urlopen(f"{url}/metrics") as response:
-        series = read_families([response.read().decode()])
+    series = read_families([metrics(url)])
     names = {f"vllm:{name}_total" for name in COUNTED} | {f"vllm:{n}" for n in OBSERVED.split()}
     return {
         key: sum(values)

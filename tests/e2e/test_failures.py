@@ -19,7 +19,7 @@ import pytest
 from examples.benchmarks.faults import send
 from tests.e2e.client import posted, until
 from tests.e2e.cluster import Cluster, Stock
-from tests.e2e.compare import Reply, ask_raw, difference, joined, merged
+from tests.e2e.compare import Reply, difference, joined, merged, replies_to
 from tests.e2e.prompts import chat, completion
 from tests.eventually import eventually
 
@@ -104,12 +104,6 @@ def bodies() -> list[dict[str, Any]]:
     return [*found, completion(90, **LONG), chat(40, **LONG)]
 
 
-async def answers_of_stock(stock: Stock, asked: list[dict[str, Any]]) -> list[Any]:
-    kinds = ["chat" if "messages" in body else "completion" for body in asked]
-    replies = [ask_raw(stock.url, kind, body) for kind, body in zip(kinds, asked, strict=True)]
-    return list(await asyncio.gather(*replies))
-
-
 def same(seen: Seen, reply: Any, body: dict[str, Any]) -> None:
     assert seen.status == reply.status == 200, seen.raw
     if not body.get("stream"):
@@ -159,7 +153,7 @@ def check(what: str, seen: list[Seen], replies: list[Reply], asked: list[dict[st
 async def test_a_decode_instance_ends_mid_stream(stock: Stock, cluster: Cluster, who: str) -> None:
     """SIGKILL; or SIGINT to its server: vLLM gives up what it has, at once."""
     asked = bodies()
-    theirs = await answers_of_stock(stock, asked)
+    theirs = await replies_to(stock.url, asked)
     before = cluster.resumed()
     async with under_way(cluster.url, asked) as (seen, tasks):
         await streaming_from("decode-0", seen, asked)
@@ -178,7 +172,7 @@ async def test_a_prefill_instance_is_killed_while_it_prefills(
 ) -> None:
     asked = [completion(1400 + i, max_tokens=20, stream=i % 2 == 0) for i in range(10)]
     asked += [chat(500 + i, max_tokens=20, stream=i % 2 == 0) for i in range(4)]
-    theirs = await answers_of_stock(stock, asked)
+    theirs = await replies_to(stock.url, asked)
     async with under_way(cluster.url, asked) as (seen, tasks):
 
         def is_prefilling() -> bool:
@@ -211,7 +205,7 @@ async def test_a_decode_instance_that_is_stopped_is_given_up(
     stock: Stock, cluster: Cluster
 ) -> None:
     asked = bodies()
-    theirs = await answers_of_stock(stock, asked)
+    theirs = await replies_to(stock.url, asked)
     tree = cluster.processes("decode-0")
     async with under_way(cluster.url, asked) as (seen, tasks):
         await streaming_from("decode-0", seen, asked)
@@ -227,5 +221,5 @@ async def test_a_decode_instance_that_is_stopped_is_given_up(
     short = [{**body, "max_tokens": 20} for body in asked if "min_tokens" not in body]
     async with under_way(cluster.url, short) as (seen, tasks):
         await asyncio.gather(*tasks)
-    for one, reply, body in zip(seen, await answers_of_stock(stock, short), short, strict=True):
+    for one, reply, body in zip(seen, await replies_to(stock.url, short), short, strict=True):
         same(one, reply, body)

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, Load, ask, load, until
-from tests.e2e.cluster import running
-from tests.e2e.hosted import TRANSFER_TIMEOUT_S, Hosted
+from tests.e2e.cluster import ARENA_BYTES, CHUNK, PASSIVE, SERVE, UNIPROC, ByHand, Process, running
 from tests.e2e.prompts import completion
 from tests.faults.hosts import Hosts, hosts, require_hosts
 from vllm_tetri import cli
@@ -36,6 +35,55 @@ NOTICED_S = 3.0
 # To compute prompt and tokens so far, beside five other requests on two shared cores.
 WORK_S = 8.0
 FREED_S = 20.0
+# Shorter than the defaults (30 s, 60 s), so that tests take seconds.
+TRANSFER_TIMEOUT_S, HOLD_TIMEOUT_S = 5, 10
+CONTROL_PORT, KV_PORT, HTTP_PORT = 18555, 18600, 8000
+INSTANCES = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+
+
+class Hosted(ByHand):
+    """A router and three instances, each on a host of its own; `parts` are their processes."""
+
+    def __init__(self, model: Path, folder: Path, hosts: Hosts, secret: Path) -> None:
+        address = hosts.addresses["router"]
+        self.url = f"http://{address}:{HTTP_PORT}"
+        control = f"tcp://{address}:{CONTROL_PORT}"
+        Process.__init__(
+            self,
+            ["vllm_tetri.cli", "router", "--host", address, "--port", str(HTTP_PORT),
+             "--control", control, "--secret-file", str(secret), "--flip", "off",
+             "--mode", "split"],
+            folder / "router.log",
+            within=hosts.within("router"),
+        )  # fmt: skip
+        self.parts = {
+            name: _instance(name, role, model, folder, hosts, secret, control)
+            for name, role in INSTANCES.items()
+        }
+
+    def ready(self) -> None:
+        super().ready()
+        self.wait(*self.parts)
+
+
+def _instance(
+    name: str, role: str, model: Path, folder: Path, hosts: Hosts, secret: Path, control: str
+) -> Process:
+    address = hosts.addresses[name]
+    return Process(
+        ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", role,
+         "--distributed-executor-backend", UNIPROC, "--host", address, "--port", str(HTTP_PORT),
+         "--tetri-instance", name, "--tetri-kv-port", str(KV_PORT), "--tetri-control", control,
+         "--tetri-secret-file", str(secret),
+         "--tetri-link", "tcp",  # they share memory, which no cut of the network touches
+         "--tetri-arena-bytes", str(ARENA_BYTES), "--tetri-chunk-size", str(CHUNK),
+         "--tetri-transfer-timeout", str(TRANSFER_TIMEOUT_S),
+         "--tetri-hold-timeout", str(HOLD_TIMEOUT_S)],
+        folder / f"{name}.log",
+        within=hosts.within(name),
+        VLLM_HOST_IP=address,
+        **PASSIVE,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +140,7 @@ async def cut_for(
         net.mend()
         end_s = time.monotonic()
         for name in cluster.parts:
-            await until(partial(cluster.is_ready, name), f"{name} is back", 30)
+            await until(lambda name=name: cluster.state_of(name) == "ready", f"{name} is back", 30)
         for name in decodes:
             await until(partial(clients.has_served, name, end_s), f"{name} serves again", 40)
     assert not clients.wrong

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.client import Answer, ask, split_once, until
-from tests.e2e.cluster import CHUNK, SERVE, ByHand, Cluster, Process, Stock, answers, get, running
+from tests.e2e.cluster import CHUNK, SERVE, ByHand, Cluster, Process, Stock, get, running
 from tests.e2e.prompts import completion
 from tests.tiny_model import SEED, quantized_model, tiny_model
 
@@ -117,12 +117,9 @@ BODIES = [completion(n, max_tokens=12) for n in (3, 64, 129, 300, 700)]
 
 async def answers_of_stock(model: Path, folder: Path, *options: str) -> list[Answer]:
     """Cut like the prompts of instances: sums of few bits depend on that."""
-    stock = Stock(model, folder, serve=("--max-num-batched-tokens", str(CHUNK), *options))
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+    serve = ("--max-num-batched-tokens", str(CHUNK), *options)
+    with running(Stock(model, folder, serve=serve)) as stock:
         found = [await ask(stock.url, body) for body in BODIES]
-    finally:
-        stock.stop()
     assert [each for each in found if not each.token_ids] == []
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 
 from examples.benchmarks.faults import send
 from tests.e2e.client import until
-from tests.e2e.cluster import Cluster, Stock, answers, running
-from tests.e2e.compare import ask_raw, difference, merged
+from tests.e2e.cluster import Cluster, Stock, metrics, running
+from tests.e2e.compare import difference, merged, replies_to
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,19 +29,13 @@ BODIES = [
 
 
 async def replies(url: str) -> list[Any]:
-    kinds = ["chat" if "messages" in body else "completion" for body in BODIES]
-    asked = [ask_raw(url, kind, body) for kind, body in zip(kinds, BODIES, strict=True)]
-    return list(map(merged, await asyncio.gather(*asked)))
+    return list(map(merged, await replies_to(url, BODIES)))
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    stock = Stock(tiny_llama, tmp_path_factory.mktemp("stock"))
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+    with running(Stock(tiny_llama, tmp_path_factory.mktemp("stock"))) as stock:
         return asyncio.run(replies(stock.url))
-    finally:
-        stock.stop()
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +49,8 @@ def cluster(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def copies(cluster: Cluster) -> Counter[str]:
-    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30).read().decode()
-    found = re.findall(r'tetri_mirrors_total{outcome="(\w+)"} ([\d.]+)', text)
+    line = r'tetri_mirrors_total{outcome="(\w+)"} ([\d.]+)'
+    found = re.findall(line, metrics(cluster.url))
     return Counter({name: int(float(number)) for name, number in found})
 
 

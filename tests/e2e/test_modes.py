@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.error
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,13 +37,6 @@ CLIENTS = 12
 def set_mode(cluster: Cluster, mode: str) -> None:
     assert post(f"{cluster.url}/tetri/v1/mode", {"mode": mode}) == {"mode": mode}
     assert get(f"{cluster.url}/tetri/v1/mode") == {"mode": mode}
-
-
-@pytest.fixture
-def free(cluster: Cluster) -> Iterator[Cluster]:
-    """The shared cluster, whose mode a test may change."""
-    yield cluster
-    set_mode(cluster, Mode.SPLIT)
 
 
 def is_split(answer: Answer) -> bool:

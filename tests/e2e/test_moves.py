@@ -20,9 +20,9 @@ import pytest
 
 from examples.benchmarks.faults import send
 from tests.e2e.client import order, until
-from tests.e2e.cluster import ByHand, Cluster, Stock, answers, post, running
-from tests.e2e.compare import ask_raw, difference, merged
-from tests.e2e.moving import Persistent, kind_of, move_on, outcomes
+from tests.e2e.cluster import ByHand, Cluster, Stock, post, running
+from tests.e2e.compare import difference, merged, replies_to
+from tests.e2e.moving import Persistent, move_on, outcomes
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -78,7 +78,7 @@ SERVE = ("--tetri-decode-policy", "greedy")
 
 
 async def replies(url: str, bodies: list[Any]) -> list[Any]:
-    found = await asyncio.gather(*(ask_raw(url, kind_of(body), body) for body in bodies))
+    found = await replies_to(url, bodies)
     assert [(each.status, each.raw) for each in found if each.status != 200] == []
     return list(map(merged, found))
 
@@ -95,12 +95,8 @@ def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     async def ask(url: str) -> list[Any]:
         return [(await replies(url, [body]))[0] for body in BODIES]
 
-    stock = Stock(tiny_llama, tmp_path_factory.mktemp("stock"))
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+    with running(Stock(tiny_llama, tmp_path_factory.mktemp("stock"))) as stock:
         return dict(enumerate(asyncio.run(ask(stock.url))))
-    finally:
-        stock.stop()
 
 
 @pytest.fixture(scope="module")

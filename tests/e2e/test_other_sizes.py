@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all, flipped, order, split_once
-from tests.e2e.cluster import ByHand, Stock, answers, running
+from tests.e2e.cluster import ByHand, Stock, running
 from tests.e2e.prompts import STREAM, completion
 from tests.models.families import FAMILIES
 
@@ -76,11 +76,8 @@ async def test_heads_go_either_way_and_answers_equal_stock(tmp_path: Path) -> No
     model, volumes = FAMILIES["Llama-3"].make(), dict[tuple[str, bool], tuple[int, int]]()
     stock = Stock(model, tmp_path)
     with sizes(model, tmp_path) as cluster:
-        try:
-            stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        with running(stock):
             expected = await answers_of(stock.url, LENGTHS, "stock")
-        finally:
-            stock.stop()
         cluster.wait("one", "two")
         for prefill, decode in (("one", "two"), ("two", "one")):
             for together in (False, True):

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import Cluster
 from tests.e2e.prompts import completion
 from tests.eventually import eventually
 from tests.needed import needed, require_command
@@ -35,6 +35,7 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 KEY = "key-of-the-test-7q"
+OWN = {"roles": ("--prefill", "1", "--decode", "1", "--api-key", KEY, "--ttft-slo", "2")}
 SIZE = (1400, 800)
 PHONE = 400
 MOST_BYTES = 200_000  # of a picture
@@ -139,18 +140,10 @@ def load(url: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("page")
-    roles = ("--prefill", "1", "--decode", "1", "--api-key", KEY, "--ttft-slo", "2")
-    with running(Cluster(tiny_llama, folder, roles=roles)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def page(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page(own_started: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """Open, under load, and let in."""
-    with browser(tmp_path_factory.mktemp("browser")) as made, load(cluster.url):
-        made.driver.get(cluster.url + "/")
+    with browser(tmp_path_factory.mktemp("browser")) as made, load(own_started.url):
+        made.driver.get(own_started.url + "/")
         made.until("#message", "The router needs an API key")
         assert made.driver.switch_to.active_element == made.one("#key")
         made.type_key("wrong")
@@ -177,11 +170,11 @@ def test_instances_and_requests_are_shown(page: Page) -> None:
     assert page.problems() == []
 
 
-def test_a_click_sets_the_mode(page: Page, cluster: Cluster) -> None:
+def test_a_click_sets_the_mode(page: Page, own_started: Cluster) -> None:
     for mode in ("whole", "split"):
         page.one(f"button[data-mode={mode}]").click()
         page.until("#message", f"mode {mode}")
-        assert json.loads(ask(f"{cluster.url}/tetri/v1/mode")) == {"mode": mode}
+        assert json.loads(ask(f"{own_started.url}/tetri/v1/mode")) == {"mode": mode}
         page.until("#modes [aria-pressed=true]", mode)
     assert page.problems() == []
 
@@ -253,7 +246,7 @@ def test_it_is_dark_or_light_and_fits_a_phone(page: Page) -> None:
     page.resize(*SIZE)
 
 
-def test_a_router_that_ends_is_noticed(page: Page, cluster: Cluster) -> None:
-    cluster.stop()
+def test_a_router_that_ends_is_noticed(page: Page, own_started: Cluster) -> None:
+    own_started.stop()
     page.until("#link", "no connection to the router")
     assert "stale" in page.one("body").get_attribute("class")

@@ -8,31 +8,19 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import ask
-from tests.e2e.cluster import MODEL, Cluster, Stock, side_by_side
-from tests.e2e.prompts import text_prompt
+from tests.e2e.cluster import Cluster, Stock, side_by_side
+from tests.e2e.prompts import STREAM, text_prompt, turn_of
 from tests.models.families import FAMILIES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONVERSATIONS, TURNS = 6, 3
+# A prefill instance counts an output for half a second, whatever its decode instance reports: with
+# shorter ones, it would find no room there and send everything.
+OUTPUT_TOKENS = 200
 # 21 blocks of 128 tokens of the tiny model, in float32, which hold three of the conversations; the
 # pool has room for all.
 OWN: dict[str, Any] = {"serve": ("--kv-cache-memory-bytes", str(4 << 20), "--tetri-kv-pool", "64M")}
-
-
-def body_of(messages: list[dict[str, str]]) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "messages": messages,
-        # A prefill instance counts an output for half a second, whatever its decode instance
-        # reports: with shorter ones, it would find no room there and send everything.
-        "max_tokens": 200,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    }
 
 
 async def converse(stock: Stock, ours: Cluster) -> None:
@@ -43,7 +31,8 @@ async def converse(stock: Stock, ours: Cluster) -> None:
     ]
     for turn in range(TURNS):
         for messages in held:  # one after another, so that each pushes the others out
-            own, theirs = [await ask(each.url, body_of(messages)) for each in (ours, stock)]
+            body = turn_of(messages, OUTPUT_TOKENS, **STREAM)
+            own, theirs = [await ask(each.url, body) for each in (ours, stock)]
             assert own.token_ids == theirs.token_ids
             messages.append({"role": "assistant", "content": own.text})
             messages.append({"role": "user", "content": text_prompt(10 + turn)})

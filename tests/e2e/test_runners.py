@@ -18,8 +18,8 @@ import pytest
 
 from examples.benchmarks.faults import send
 from tests.e2e.client import Answer, ask_all, assert_same, struck, until
-from tests.e2e.cluster import Cluster, Stock, answers, running
-from tests.e2e.compare import Reply, ask_raw, difference, merged
+from tests.e2e.cluster import Cluster, Stock, running
+from tests.e2e.compare import Reply, difference, merged, replies_to
 from tests.e2e.moving import move_on, outcomes
 from tests.e2e.prompts import STREAM, chat, completion
 
@@ -80,12 +80,9 @@ def stock_answers(runner: str, model: Path, folder: Path) -> tuple[list[Reply], 
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         Cell(runner, "async" if runner == "v2" else "sync").chosen(monkeypatch)
-        stock = Stock(model, folder, serve=SERVE)
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        made = Stock(model, folder, serve=SERVE)
+    with running(made) as stock:
         return asyncio.run(ask_stock(stock.url))
-    finally:
-        stock.stop()
 
 
 async def replies(url: str) -> list[Reply]:
@@ -95,9 +92,7 @@ async def replies(url: str) -> list[Reply]:
     found: dict[int, Reply] = {}
     for is_last in (False, True):
         wave = [at for at, body in enumerate(ASKED) if ("min_tokens" in body) == is_last]
-        kinds = ["chat" if "messages" in ASKED[at] else "completion" for at in wave]
-        asking = (ask_raw(url, kind, ASKED[at]) for kind, at in zip(kinds, wave, strict=True))
-        found |= zip(wave, await asyncio.gather(*asking), strict=True)
+        found |= zip(wave, await replies_to(url, [ASKED[at] for at in wave]), strict=True)
     return [found[at] for at in range(len(ASKED))]
 
 

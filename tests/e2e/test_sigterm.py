@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, ask, load, until
-from tests.e2e.cluster import Cluster, Stock, running
+from tests.e2e.cluster import Cluster, Stock, metrics, running
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,11 +43,6 @@ async def _answers(url: str) -> list[Answer]:
     answers = [await ask(url, body) for body in BODIES]
     assert all(answer.is_complete for answer in answers), answers
     return answers
-
-
-def metrics(url: str) -> str:
-    with urllib.request.urlopen(url + "/metrics", timeout=30) as response:
-        return str(response.read())
 
 
 @pytest.mark.long

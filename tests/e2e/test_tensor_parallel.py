@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,12 +22,15 @@ from tests.e2e.client import (
     struck,
     until,
 )
-from tests.e2e.cluster import Cluster, running
+from tests.e2e.cluster import Cluster
 from tests.e2e.prompts import LENGTHS, STREAM, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 WORKERS = ("--tensor-parallel-size", "2")
+# Four workers that poll share two cores, on which torch compiles for the first requests, and
+# one that slept may miss a step's message for 5 s: vLLM's SHM_READER_RECHECK_INTERVAL_MS.
+OWN = {"serve": (*WORKERS, "--tetri-transfer-timeout", "30")}
 REST_S = 60.0  # a core that four polling workers share comes late; what is left then is a leak
 SEEDED = {"temperature": 0.9, "seed": 11}
 ASKED = [
@@ -47,67 +49,50 @@ def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return stock_answers(tiny_llama, folder, [*ASKED, *LONG, *PROMPTS], serve)
 
 
-@pytest.fixture(scope="module")
-def started(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, expected: list[Answer]
-) -> Iterator[Cluster]:
-    # Four workers that poll share two cores, on which torch compiles for the first requests, and
-    # one that slept may miss a step's message for 5 s: vLLM's SHM_READER_RECHECK_INTERVAL_MS.
-    serve = (*WORKERS, "--tetri-transfer-timeout", "30")
-    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("tp"), serve=serve)) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(started: Cluster) -> Iterator[Cluster]:
-    yield started
-    started.rest(REST_S)
-
-
-async def test_equal_alone_and_together(cluster: Cluster, expected: list[Answer]) -> None:
-    await split_once(cluster)
-    alone = [await ask(cluster.url, body) for body in ASKED[::5]]
+async def test_equal_alone_and_together(expected: list[Answer], own: Cluster) -> None:
+    await split_once(own)
+    alone = [await ask(own.url, body) for body in ASKED[::5]]
     assert_same(alone, expected[: len(ASKED) : 5])
-    together = await ask_all(cluster.url, ASKED)
+    together = await ask_all(own.url, ASKED)
     assert_same(together, expected[: len(ASKED)])
     decodes = [each.decode for each in (*alone, *together)]
     assert decodes.count("decode-0") > len(decodes) / 2  # the rest while it was silent for a second
-    decode = cluster.instances()["decode-0"]  # KV that comes too late on a busy core is no error
+    decode = own.instances()["decode-0"]  # KV that comes too late on a busy core is no error
     assert decode["kv_bytes_received"] > decode["kv_loads_failed"]
 
 
-async def test_clients_that_leave_take_everything_with_them(cluster: Cluster) -> None:
+async def test_clients_that_leave_take_everything_with_them(own: Cluster) -> None:
     asked = [{**body, "cache_salt": "again"} for body in (*LONG, *PROMPTS)]
     for delay_s in (0.2, 0.8, 2.0):
         with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
-                await ask_all(cluster.url, asked)
-    await asyncio.to_thread(cluster.rest, REST_S)
-    await asyncio.to_thread(cluster.audit)
+                await ask_all(own.url, asked)
+    await asyncio.to_thread(own.rest, REST_S)
+    await asyncio.to_thread(own.audit)
 
 
-async def test_kv_goes_the_other_way_after_a_flip(cluster: Cluster, expected: list[Answer]) -> None:
-    await flip(cluster, "prefill-0", "both")
-    await flip(cluster, "decode-0", "prefill")
-    received = cluster.instances()["prefill-0"]["decodes_done"]
-    assert_same(await ask_all(cluster.url, PROMPTS), expected[-len(PROMPTS) :])
+async def test_kv_goes_the_other_way_after_a_flip(expected: list[Answer], own: Cluster) -> None:
+    await flip(own, "prefill-0", "both")
+    await flip(own, "decode-0", "prefill")
+    received = own.instances()["prefill-0"]["decodes_done"]
+    assert_same(await ask_all(own.url, PROMPTS), expected[-len(PROMPTS) :])
 
     def is_known() -> bool:
-        rows = cluster.instances()
+        rows = own.instances()
         return (
             rows["prefill-0"]["decodes_done"] > received and rows["decode-0"]["kv_bytes_sent"] > 0
         )
 
     await until(is_known, "reports tell of the hand-over", 10)
-    await flip(cluster, "decode-0", "decode")
-    await flip(cluster, "prefill-0", "prefill")
+    await flip(own, "decode-0", "decode")
+    await flip(own, "prefill-0", "prefill")
 
 
 async def test_a_worker_of_a_decode_instance_is_killed(
-    cluster: Cluster, expected: list[Answer]
+    expected: list[Answer], own: Cluster
 ) -> None:
     def kill(_: list[Answer]) -> None:
-        workers = [each for each in cluster.processes("decode-0") if "Worker_TP1" in each.name()]
+        workers = [each for each in own.processes("decode-0") if "Worker_TP1" in each.name()]
         send(workers, signal.SIGKILL)
 
-    assert_same(await struck(cluster.url, LONG, kill), expected[len(ASKED) :][: len(LONG)])
+    assert_same(await struck(own.url, LONG, kill), expected[len(ASKED) :][: len(LONG)])

@@ -1,12 +1,14 @@
-"""An instance's load report: leaks at rest, and unfinished work."""
+"""What an instance tells: leaks at rest, unfinished work, and the times of requests."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.engine.harness import Engine
 from tests.engine.pair import Pair, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.load import release_port
+from vllm_tetri.messages import Served
 from vllm_tetri.types import Role
 
 
@@ -90,3 +93,23 @@ def test_an_engine_lets_go_of_the_port_of_its_server() -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
         os.fstat(server.fileno())  # not another file's, which the object would close
+
+
+def test_a_request_that_ends_is_told_with_its_times(engine: Engine) -> None:
+    told: list[Any] = []
+    engine.endpoint.agent.publish = lambda message, **_: told.append(message)
+    began_s = time.monotonic()
+    for name in ("a", "b"):  # the same prompt again is in the prefix cache
+        engine.add(name, list(range(300)), max_tokens=5)
+        engine.run_until(lambda name=name: name in engine.finished)
+    engine.add("c", list(range(300)), max_tokens=5)
+    engine.abort("c")  # before any step has it
+    took_s = time.monotonic() - began_s
+    first, again, cancelled = (each for each in told if isinstance(each, Served))
+    assert (first.request, again.request, cancelled.request) == ("a", "b", "c")
+    assert first.output_tokens == 5
+    assert first.cached_tokens == 0 < again.cached_tokens < 300
+    assert min(first.compute_s, first.output_s, again.compute_s, cancelled.queue_s) > 0
+    assert cancelled.compute_s == cancelled.output_s == 0
+    parts = (each.queue_s + each.compute_s + each.output_s for each in (first, again, cancelled))
+    assert sum(parts) <= took_s

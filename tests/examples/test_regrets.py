@@ -1,12 +1,22 @@
-"""What ways of serving cost beside the best one."""
+"""Ways of serving, simulated: what they cost, and their goodput; several routers."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from math import inf
+from statistics import fmean
 
 import pytest
 
 from examples.benchmarks import regrets
+from examples.benchmarks.goodputs import goodput, strict
+from examples.benchmarks.regrets import clusters
+from examples.benchmarks.several import LAG_S, several
+from vllm_tetri.sim.cluster import simulate
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.plan.goodput import Demand
+from vllm_tetri.sim.workload import draw
 
 
 def test_each_cell_names_the_best_way_and_what_others_cost_more(
@@ -27,3 +37,24 @@ def test_each_cell_names_the_best_way_and_what_others_cost_more(
     first, second = (tuple(shown[f"{regrets.STOCK}{tokens}"]) for tokens in regrets.BUDGETS)
     assert first != second, "budgets count"
     assert all(0 < ttft_s < jct_s for ttft_s, _, jct_s in shown.values())
+
+
+def test_an_slo_is_that_of_requests_alone_and_more_requests_keep_a_looser_one() -> None:
+    engine = of_profile(EngineConfig(), profile("opt-13b-2xv100"))
+    light, heavy = strict(engine, "lpld"), strict(engine, "hpld")
+    assert light.ttft_s < heavy.ttft_s
+    way, demand = clusters(engine)["whole"], Demand("lpld", least_requests=60)
+    assert 0 < goodput(way, demand, light, 20.0) < goodput(way, demand, heavy, 20.0)
+
+
+def test_routers_that_tell_each_other_what_they_send_are_nearly_one() -> None:
+    engine = of_profile(EngineConfig(), profile("opt-13b-2xv100"))
+    instances, specs = make_instances(both=8, engine=engine), draw("hpld", 300, 20.0, 0)
+
+    def ttft_s(count: int, lag_s: float) -> float:
+        served = simulate(ClusterConfig(instances, several(count, lag_s)), specs)
+        return fmean(each.ttft_s for each in served)
+
+    one, told, alone = ttft_s(1, inf), ttft_s(8, LAG_S), ttft_s(8, inf)
+    assert told < 1.15 * one
+    assert alone > 1.2 * one

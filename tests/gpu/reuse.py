@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = "tests.tiny_model"
 
 
 def run(folder: Path, name: str, *words: str, **environment: str) -> str:

@@ -39,7 +39,6 @@ NEEDED_GIB = {"A": 4, "B": 48, "C": 72}
 _PR_SET_CHILD_SUBREAPER = 36
 _END_S = 10.0
 _STOP_S = 10.0
-_TAIL_CHARACTERS = 300
 
 
 @dataclass

@@ -20,8 +20,8 @@ from typing import Any
 from examples.benchmarks.faults import send
 from examples.smollm2 import prepare
 from tests.e2e.client import Answer, ask_all, struck, until
-from tests.e2e.cluster import ByHand, Cluster, Stock, answers, running, side_by_side
-from tests.e2e.compare import Reply, ask_raw, difference, merged
+from tests.e2e.cluster import ByHand, Cluster, Stock, running, side_by_side
+from tests.e2e.compare import difference, merged, replies_to
 from tests.e2e.prompts import STREAM, chat, completion
 from tests.gpu.catalogue import Skip
 from tests.gpu.reuse import ROOT, run_pytest
@@ -149,8 +149,8 @@ def equality(
         stock = Stock(model, folder, serve=options)
         cluster = Cluster(model, folder, roles=PAIR, serve=(*options, *ours_too))
         with side_by_side(stock, cluster):
-            theirs = asyncio.run(replies(stock.url, asked))
-            ours = asyncio.run(replies(cluster.url, asked))
+            theirs = asyncio.run(replies_to(stock.url, asked))
+            ours = asyncio.run(replies_to(cluster.url, asked))
             rows = cluster.instances()
             cluster.rest(REST_S)
     for body, mine, other in zip(asked, ours, theirs, strict=True):
@@ -170,12 +170,6 @@ def requests(times: int) -> list[dict[str, Any]]:
         for length in (base % 300, 200 + base % 300)
     ]
     return [*found, chat(30, max_tokens=12, logprobs=True, top_logprobs=2, **STREAM)]
-
-
-async def replies(url: str, asked: list[dict[str, Any]]) -> list[Reply]:
-    kinds = ["chat" if "messages" in body else "completion" for body in asked]
-    asking = (ask_raw(url, kind, body) for kind, body in zip(kinds, asked, strict=True))
-    return list(await asyncio.gather(*asking))
 
 
 def options_for(device: str) -> tuple[str, ...]:
@@ -230,22 +224,12 @@ def kills(device: str, folder: Path) -> dict[str, Any]:
     options, model = options_for(device), tiny_model()
     asked = [completion(50 + 9 * at, max_tokens=96, **STREAM) for at in range(4)]
     with computing(device):
-        with running_stock(model, folder, options) as stock:
+        with running(Stock(model, folder, serve=options)) as stock:
             expected = asyncio.run(ask_all(stock.url, asked))
         with running(Cluster(model, folder, roles=TRIO, serve=options)) as cluster:
             seconds = asyncio.run(strike_both(cluster, asked, expected))
     return {"requests": len(asked), **seconds,
             "summary": f"2 kills, {seconds['resumed']:g} streams resumed"}  # fmt: skip
-
-
-@contextmanager
-def running_stock(model: Path, folder: Path, serve: tuple[str, ...]) -> Any:
-    stock = Stock(model, folder, serve=serve)
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
-        yield stock
-    finally:
-        stock.stop()
 
 
 async def strike_both(

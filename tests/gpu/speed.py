@@ -16,10 +16,10 @@ from typing import Any
 
 from tests.e2e.client import Answer, ask_all, flipped, load, order, until
 from tests.e2e.cluster import Cluster, Stock, running, side_by_side
-from tests.e2e.compare import merged
+from tests.e2e.compare import merged, replies_to
 from tests.e2e.prompts import STREAM, completion
 from tests.gpu.reuse import benchmark, run
-from tests.gpu.serving import PAIR, REST_S, TRIO, replies
+from tests.gpu.serving import PAIR, REST_S, TRIO
 from tests.tiny_model import make_tokenizer, tiny_model
 
 # Of log probabilities, where a step's size decides the last bit: the tiny model's are up to 0.20
@@ -70,8 +70,8 @@ def graphs(device: str, folder: Path) -> dict[str, Any]:
     stock = Stock(tiny_model(), folder, serve=GRAPHS)
     cluster = Cluster(tiny_model(), folder, roles=PAIR, serve=GRAPHS)
     with side_by_side(stock, cluster):
-        theirs = asyncio.run(replies(stock.url, asked))
-        ours = asyncio.run(replies(cluster.url, asked))
+        theirs = asyncio.run(replies_to(stock.url, asked))
+        ours = asyncio.run(replies_to(cluster.url, asked))
         cluster.rest(REST_S)
     for log in (folder / "stock.log", *cluster.logs.glob("*code-*.log")):
         assert CAPTURED in log.read_text(), f"no graph was captured: {log}"

@@ -198,7 +198,7 @@ def test_words_show_the_workers_of_an_instance(words: list[str]) -> None:
 def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "vllm.yaml"
     path.write_text(
-        "tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nhost: ::1\n"
+        "tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nhost: h\n"
     )
     found = ask_vllm(["--model", "m", "--config", str(path), "--tetri-streams", "3"])
     assert found.num_workers == 2

@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 
 from tests.e2e.cluster import Cluster, Stock, answers, side_by_side
-from tests.e2e.compare import Reply, ask_raw, difference, merged
+from tests.e2e.compare import Reply, difference, merged, replies_to, reply_to
 from tests.e2e.prompts import chat, completion, token_prompt
 from tests.models.families import ADAPTER, FAMILIES, Family
 from tests.tiny_vision import picture
@@ -145,9 +145,9 @@ async def compare(
     found: dict[str, list[Asked]] = {}
     for group, asked in groups.items():
         if group == "together":
-            both = [await ask_all(each.url, asked) for each in (cluster, stock)]
+            both = [await replies_to(each.url, asked) for each in (cluster, stock)]
         else:
-            both = [[await ask(each.url, body) for body in asked] for each in (cluster, stock)]
+            both = [[await reply_to(each.url, body) for body in asked] for each in (cluster, stock)]
         found[group] = list(zip(asked, *both, strict=True))
     verdict = await judged([*found["alone"], *found["together"]], stock)
     cluster.audit()
@@ -164,14 +164,6 @@ async def compare(
     return {run: verdict, "prefix": prefix}
 
 
-async def ask(url: str, body: Any) -> Reply:
-    return await ask_raw(url, "chat" if "messages" in body else "completion", body)
-
-
-async def ask_all(url: str, asked: list[Any]) -> list[Reply]:
-    return list(await asyncio.gather(*(ask(url, body) for body in asked)))
-
-
 async def judged(asked: list[Asked], stock: Stock) -> Verdict:
     """One verdict on these answers. Where stock answers otherwise when it is asked again, nothing
     is judged; such answers are counted."""
@@ -183,7 +175,7 @@ async def judged(asked: list[Asked], stock: Stock) -> Verdict:
             return {"verdict": word, "why": f"{ours.status}: {ours.json['error']['message']}"}
         mine, other = said(ours), said(theirs)
         if found := difference(mine, other, tolerance=TOLERANCE):
-            if difference(said(await ask(stock.url, body)), other, tolerance=TOLERANCE):
+            if difference(said(await reply_to(stock.url, body)), other, tolerance=TOLERANCE):
                 own += 1
             else:
                 wrong.append(f"{other['usage']['prompt_tokens']} tokens: {found[:200]}")

@@ -61,18 +61,6 @@ async def test_without_keys_or_with_one_there_is_no_sharing() -> None:
             assert await statuses(tasks) == [200] * 8 + [503] * 12
 
 
-async def test_the_room_at_an_instance_is_shared_too() -> None:
-    (one,) = held_back(FakeInstance("b", Role.BOTH))
-    async with cluster(one, keys=KEYS, max_in_flight_each=10) as made:
-        greedy = await ask_often(made, "greedy", 100)
-        assert in_flight(made) == 8
-        modest = await ask_often(made, "modest", 1)
-        assert in_flight(made) == 9
-        let_go(one)
-        assert await statuses(modest) == [200]
-        assert await statuses(greedy) == [200] * 8 + [503] * 92
-
-
 async def test_a_bound_that_only_an_instance_knows_is_shared_once_it_was_met() -> None:
     (one,) = held_back(FakeInstance("b", Role.BOTH))
     most, now = 10, 0

@@ -16,7 +16,6 @@ from tests.transport.wire_proof import PROOF, Prover, challenge, proof, proof_of
 from vllm_tetri.transport.native import Status
 
 OTHER = bytes(range(1, 33))
-CONTROL_BYTES = 48  # of a challenge, or a proof
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=[*STUDIES])
     parser.add_argument("--seeds", type=int, default=2, metavar="N")
     options = parser.parse_args(words)
-    head = {
-        "by": ["study", "kind", "rate", "system"],
-        "metrics": ["ttft_mean_s", "tpot_mean_s", "jct_mean_s", "good", "refused"],
-        "conditions": {"simulated": True, "trace": getattr(options.trace, "name", None)},
-    }
-    results = Results(options.output, head)
+    by = ["study", "kind", "rate", "system"]
+    metrics = ["ttft_mean_s", "tpot_mean_s", "jct_mean_s", "good", "refused"]
+    given = {"simulated": True, "trace": getattr(options.trace, "name", None)}
+    results = Results.of(options.output, by, metrics, given)
     for study in options.studies:
         for seed in range(options.seeds):
             for names, config, specs, slo in STUDIES[study](seed, options.trace):
