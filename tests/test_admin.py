@@ -55,6 +55,12 @@ async def test_status_prints_the_response_as_json(capsys: pytest.CaptureFixture[
     assert [row["id"] for row in content["instances"]] == ["d"]
 
 
+async def test_no_proxy_is_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # it would get the key
+    async with cluster(FakeInstance("d", Role.DECODE)) as made:
+        assert await made.command("status") == 0
+
+
 @pytest.mark.parametrize(
     "words", [["drain", "x"], ["flip", "x", "both"], ["mode"], ["status"], ["top"]]
 )

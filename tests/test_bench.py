@@ -33,6 +33,13 @@ def test_the_verdict_names_what_is_better() -> None:
     assert "throughput" not in words
 
 
+def test_other_percentiles_than_usual_are_left_out() -> None:
+    results = [measured(8, each) for each in (10.0, 9.0)]
+    for each in results:
+        del each["p99_ttft_ms"], each["p99_itl_ms"]
+    assert bench.verdict(*results)[1]
+
+
 @pytest.mark.parametrize(
     ("words", "num_gpus", "replicas"),  # 0: the option is not needed
     [

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -69,7 +69,7 @@ def _response(
         headers["Authorization"] = f"Bearer {key}"
     try:
         request = urllib.request.Request(url + path, data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        with opener_for(url).open(request, timeout=_TIMEOUT_S) as response:
             yield response
     except urllib.error.HTTPError as error:
         raise AdminError(_refusal_of(error)) from error
@@ -80,6 +80,12 @@ def _response(
         if isinstance(reason, ssl.SSLError):
             hint = "SSL_CERT_FILE may name the certificate to trust"
         raise AdminError(f"no {what} answers at {url}: {words}; {hint}") from error
+
+
+def opener_for(url: str) -> urllib.request.OpenerDirector:
+    """Return what opens URLs: without the environment's proxy if they are this machine's own."""
+    is_own = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_own else []))
 
 
 def _refusal_of(error: urllib.error.HTTPError) -> str:
@@ -226,8 +232,12 @@ def run_drain(options: argparse.Namespace) -> int:
     """Let an instance finish its requests and leave the cluster."""
     name = options.instance = _name_of(options.instance)
     _order(options, "drain", {})
-    for _ in _progress(options.url, name):
-        pass
+    heard_s = time.monotonic()
+    for row in _progress(options.url, name):
+        if row["state"] in ("draining", "silent"):
+            heard_s = time.monotonic()
+        elif time.monotonic() - heard_s > _COMMIT_S:  # another router may hear of it later
+            raise AdminError(f"{name} has started anew: the order was lost; repeat it")
     departed = call(options.url, _INSTANCES)["departed"]
     if name not in departed:
         raise AdminError(f"{name} is gone, but did not say goodbye; see its log")

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_tetri.admin import opener_for
 from vllm_tetri.errors import UnsupportedError
 from vllm_tetri.launch.guard import guarded
 from vllm_tetri.launch.machine import (
@@ -150,6 +150,7 @@ def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
 def our_cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Run `vllm-tetri up`, and yield its URL when every instance is ready."""
     ready = folder / "ready.json"
+    ready.unlink(missing_ok=True)
     words = [*TETRI, "up", options.model, "--port", "0"]
     words += ["--ready-file", str(ready), "--start-timeout", str(options.start_timeout)]
     words += _given(options, ("log-dir", "mode", "prefill", "decode", "both"))
@@ -187,6 +188,7 @@ def verdict(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, boo
     better = [
         name.removesuffix(", ms")
         for key, name in FIGURES.items()
+        if key in stock and key in ours  # --bench-args may ask for other percentiles
         if (ours[key] > stock[key] if key.endswith("throughput") else ours[key] < stock[key])
     ]
     found = "; ".join(better) or "nothing"
@@ -207,6 +209,8 @@ def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
     table = Table("", "stock", "ours", "ours / stock", title=title)
     table.add_row("completed", str(stock["completed"]), str(ours["completed"]), "")
     for key, name in FIGURES.items():
+        if key not in stock or key not in ours:
+            continue
         ratio = f"{ours[key] / stock[key]:.2f}" if stock[key] else "-"
         table.add_row(name, f"{stock[key]:.1f}", f"{ours[key]:.1f}", ratio)
     return table
@@ -294,7 +298,7 @@ class Child(subprocess.Popen[bytes]):
 def responds(url: str) -> bool:
     """Whether a GET of this URL returns 200."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with opener_for(url).open(url, timeout=5) as response:
             return bool(response.status == 200)
     except OSError:
         return False

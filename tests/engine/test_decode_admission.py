@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -136,6 +137,29 @@ def test_a_held_request_waits_for_room_in_order(cluster: Cluster) -> None:
     assert list(cluster.decode.outputs) == ["first", "second", "third"]
     assert load(cluster.decode).preemptions == 0
     assert cluster.decode.endpoint.receives.loads_done == 3
+
+
+def test_what_is_being_loaded_has_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, goes_on = Cluster(tmp_path, load_budget_bytes=1), Event()
+    cluster.arrives("first", prompt(5), 60, predicted(60))
+    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
+    scatter = cluster.decode.mover.scatter
+
+    def wait_and_scatter(*given: Any) -> None:
+        goes_on.wait(10.0)
+        scatter(*given)
+
+    monkeypatch.setattr(cluster.decode.mover, "scatter", wait_and_scatter)
+    second = cluster.arrives("second", prompt(100, 5), 300, predicted(300))
+    cluster.decode.run_until(lambda: second.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    third = cluster.arrives("third", prompt(10, 7), 300, predicted(300))
+    for _ in range(20):
+        cluster.decode.step()
+    assert third.status is RequestStatus.WAITING
+    goes_on.set()
+    cluster.run("first", "second", "third")
+    assert load(cluster.decode).preemptions == 0
+    cluster.close()
 
 
 def test_the_shortest_expected_output_is_next_where_it_is_asked_for(tmp_path: Path) -> None:

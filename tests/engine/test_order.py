@@ -13,6 +13,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from tests.engine.harness import BLOCK, Cell, Engine
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import RequestStatus
+from vllm_tetri.engine.pacing import StepBudget
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.types import Role
@@ -197,6 +198,18 @@ def test_padding_fills_the_last_chunk_and_stays_unseen(make: Any) -> None:
     engine.step()
     assert engine.is_at_rest
     assert engine.endpoint.read_load().prefills_done == 0
+
+
+def test_padding_fits_into_the_window_of_the_model(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepBudget, "chunk_tokens", 500)  # as by what steps cost
+    window = {"max_model_len": 64, "max_num_batched_tokens": 512}
+    engine = make(Role.PREFILL, num_blocks=64, pad="on", chunk_size="auto", args=window)
+    add(engine, "a", 8)
+    taken = engine.step().num_scheduled_tokens
+    assert sorted(map(is_dummy, taken)) == [False, True]
+    assert max(taken.values()) < 64
 
 
 def test_padding_waits_for_nothing_when_the_pool_is_full(make: Any) -> None:

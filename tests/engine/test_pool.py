@@ -245,6 +245,28 @@ def test_a_load_that_fails_is_computed(
     engine.close()
 
 
+@pytest.mark.parametrize("push", ["chunk", "layer"])
+def test_what_was_computed_after_a_load_that_failed_is_not_handed_over(
+    tmp_path: Path, push: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What arrived of the first attempt is of no use, and expires.
+    own = {"num_blocks": 33, "kv_pool": size(64), "push": push, "hold_timeout_s": 1.0}
+    pair = Pair(tmp_path, arena_bytes=1 << 20, decode={"num_blocks": 200, "kv_pool": ""}, **own)
+    serve(pair.prefill, "a", FIRST)
+    push_out(pair.prefill, 12)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such row")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.prefill.mover, "load_rows", fail)
+        response = pair.sent("b", FIRST)
+    assert load(pair.prefill).kv_loads_failed == 1
+    pair.decoding("b", FIRST, response.transfer)
+    pair.end("b")
+    pair.close()
+
+
 def test_a_prompt_that_reads_no_cache_reads_no_pool(engine: Engine) -> None:
     serve(engine, "a", FIRST)
     push_out(engine)

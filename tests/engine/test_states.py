@@ -29,6 +29,7 @@ def test_the_last_state_of_every_wanted_request_is_read_once() -> None:
     reader.read(torch.zeros(3, 2), ["a", "b", "c"], [1, 2, 3])  # of a step without orders
     found = reader.take()
     assert {name: state.tolist() for name, state in found.items()} == {"b": [6, 7], "c": [10, 11]}
+    assert all(each.base is None for each in found.values())  # none keeps the others' memory
     assert reader.take() == {}
 
 

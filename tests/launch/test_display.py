@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,20 @@ def test_elsewhere_each_phase_is_a_line(caplog: pytest.LogCaptureFixture) -> Non
     logged = [record.getMessage().partition(" (")[0] for record in caplog.records]
     phases = [shown.rstrip("0123456789/ ") for _, shown in START]
     assert logged == [f"decode-0: {phase}" for phase in dict.fromkeys(phases)]
+
+
+@pytest.mark.parametrize("is_full", [True, False], ids=["full disk", "no reader"])
+def test_what_cannot_be_shown_is_lost(monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    with contextlib.suppress(OSError), os.fdopen(full if is_full else writer, "w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        display = Display(["decode-0"], verbose=True)
+        for _ in range(1000):
+            display.line("decode-0", INFO + "goes on")
+        monkeypatch.undo()
+    os.close(writer if is_full else full)
 
 
 def test_lines_are_in_a_file_until_it_cannot_be_written(

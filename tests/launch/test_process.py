@@ -45,15 +45,18 @@ async def test_a_group_is_killed_once_after_its_end(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_a_killed_guard_leaves_ends() -> None:
-    words = sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    # It dies with its guard, and what it has started keeps their output open.
+    code = "import os, subprocess, time; below = subprocess.Popen(['sleep', '600'])\n"
+    code += "print(os.getpid(), below.pid, flush=True); time.sleep(600)"
+    words = sys.executable, "-c", code
     said = asyncio.Queue[str]()
     spec = ChildSpec("child", words, Placement(), "/", port=1)
     child = await ChildProcess.start(spec, said.put_nowait)
-    command = int(await said.get())
-    assert is_alive(command)
+    left = [int(each) for each in (await said.get()).split()]
+    assert all(map(is_alive, left))
     os.kill(child.pid, signal.SIGKILL)
-    assert await child.wait() == -signal.SIGKILL
-    eventually(lambda: not is_alive(command))
+    assert await asyncio.wait_for(child.wait(), 10.0) == -signal.SIGKILL
+    eventually(lambda: not any(map(is_alive, left)))
 
 
 @contextmanager

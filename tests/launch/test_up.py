@@ -136,6 +136,22 @@ def test_dead_child_is_restarted_and_its_tree_removed(
     until(lambda: not any(map(is_alive, below)), "what it had started is gone")
 
 
+def test_a_child_that_cannot_be_started_now_is_tried_again(fake_up: FakeUp) -> None:
+    fake_up.ready()
+    (fake_up.folder / "decode-0.refused").touch()
+    os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGKILL)
+    until(lambda: len(fake_up.starts("decode-0")) == 2, "it was started again")
+    assert "decode-0: [Errno 11]" in fake_up.interrupt()
+
+
+def test_the_ready_file_of_a_cluster_that_was_killed_is_not_believed(fake_up: FakeUp) -> None:
+    fake_up.ready_file.write_text("of another cluster")
+    fake_up.start()
+    until(lambda: fake_up.starts("decode-0"), "it starts")
+    assert not fake_up.ready_file.exists() or json.loads(fake_up.ready_file.read_text())
+    fake_up.interrupt()
+
+
 def test_a_drained_instance_is_not_started_again(fake_up: FakeUp) -> None:
     fake_up.ready("--decode=2")
     below = int((fake_up.folder / "decode-1.below").read_text())

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, four, hang
+from vllm_tetri import admin
 from vllm_tetri.handover import DecodeParams
+from vllm_tetri.types import Role
 
 
 async def drain(made: Cluster, name: str, body: Any = None) -> tuple[int, Any]:
@@ -148,6 +150,23 @@ async def test_the_command_asks_an_instance_for_its_name(
         assert f"{made['d1'].url} is no instance" in capsys.readouterr().err
         assert await made.command("drain", "http://127.0.0.1:1") == 1
         assert "no instance answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+async def test_the_command_says_when_an_instance_has_started_anew(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "_COMMIT_S", 0.1)
+    async with cluster(*four()) as made:
+        made["p1"].unfinished = "1 request"
+        draining = asyncio.create_task(made.command("drain", "p1"))
+        await eventually(lambda: made.state("p1") == "draining")
+        again = FakeInstance("p1", Role.PREFILL)
+        again.pid += 1
+        before = made["p1"]
+        await made.add(again)
+        await before.close()
+        assert await draining == 1
+        assert "p1 has started anew: the order was lost" in capsys.readouterr().err
 
 
 async def test_the_command_says_when_an_instance_died_instead(

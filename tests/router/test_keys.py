@@ -145,6 +145,9 @@ def test_instances_need_a_key_only_if_clients_do(monkeypatch: pytest.MonkeyPatch
     assert instance_key_of(("a",)) == "Bearer own"
     with pytest.raises(ConfigError, match="let every client"):
         instance_key_of(())
+    monkeypatch.setenv("TETRI_INSTANCE_API_KEY", "own\n")  # as of a Secret made with `echo`
+    with pytest.raises(ConfigError, match="TETRI_INSTANCE_API_KEY holds"):
+        instance_key_of(("a",))
     monkeypatch.delenv("TETRI_INSTANCE_API_KEY")
     assert instance_key_of(("a",)) == ""
     assert instance_key_of(()) is None

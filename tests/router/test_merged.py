@@ -91,6 +91,9 @@ async def test_counts_stay_when_an_instance_leaves_and_gauges_do_not(monkeypatch
             assert found["vllm:prompt_tokens_total"] == 42
             assert found["vllm:num_requests_running"] == 2
             assert found["vllm:e2e_request_latency_seconds_count"] == 4
+        await p.start(made.control)  # it was only out of reach
+        await eventually(lambda: made.state("p") == "ready")
+        assert (await samples(made))["vllm:prompt_tokens_total"] == 42
 
 
 async def test_an_instance_that_does_not_answer_is_as_it_was_last(monkeypatch: Any) -> None:

@@ -246,6 +246,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         endpoint, report = self.endpoint, connector_output.kv_connector_worker_meta
         endpoint.pool.distrust(connector_output.invalid_block_ids)
+        endpoint.sends.distrust(connector_output.invalid_block_ids)
         if isinstance(report, WorkerReport):
             endpoint.receives.report(report)
             endpoint.pool.report(report)

@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 # Longest sleep of a step that only waits for KV, whose arrival ends it; delays new requests.
 ARRIVAL_WAIT_S = 0.005
 _ANY_BLOCKS = 1 << 40
+# Of those that held KV and waited: they run by now, or are sessions, which may never go on.
+_ASIDE = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
 class TetriScheduler(Scheduler):
@@ -206,8 +208,9 @@ class TetriScheduler(Scheduler):
         self.running = decodes_first(self.running)
         self.pins.leave_room([*self.running, *self.kv_holding_waiting])
         self._set_budget()
+        holding = [*self.kv_holding_waiting]  # which vLLM empties before it asks the gate
         self.gate.begin_step(
-            lambda: [*self.running, *self.kv_holding_waiting],
+            lambda: [*self.running, *(one for one in holding if one.status not in _ASIDE)],
             time.monotonic(),
             free_blocks=self._free_per_group(),
             tokens_per_step=self.max_num_scheduled_tokens,
@@ -297,12 +300,12 @@ class TetriScheduler(Scheduler):
         if self._shares and self._cuts_freely:
             share = self._shares.get(request.request_id, num_new_tokens)
             # One whose prefix was loaded in the background may be started, but not in the batch.
-            share = max(share, request.status is RequestStatus.WAITING)
+            share = max(share, int(request.status is not RequestStatus.RUNNING))
             num_new_tokens = min(num_new_tokens, share)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
-        chunk_tokens = self.budget.chunk_tokens
+        chunk_tokens = min(self.budget.chunk_tokens, self.max_model_len)
         missing_tokens = chunk_tokens - self.waiting.lane.unfinished_tokens
         if 0 < missing_tokens < chunk_tokens:
             self._padding, self._has_padded = dummy_request(self, missing_tokens), True

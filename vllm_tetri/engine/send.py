@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Collection
+from itertools import chain
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.blocks import IdsByGroup
@@ -357,6 +359,15 @@ class SendSide:
             send.is_read, send.ready_tokens = False, 0
             send.dispatch = None
             self._restart(send, 0.0)
+
+    def distrust(self, block_ids: Collection[int]) -> None:
+        """Send prompts anew of which a load failed: what a step computed after it is wrong, may
+        have been sent, and is computed again."""
+        unfinished = [name for name, send in self._sends.items() if send.block_ids is None]
+        for request_id in unfinished if block_ids else ():
+            groups = self._kv_cache.get_block_ids(request_id)
+            if not set(block_ids).isdisjoint(chain.from_iterable(groups)):
+                self._preempt(request_id)
 
     def stop_unfinished(self) -> None:
         """Hand over no prompt that is not done yet: weights may change in the middle of it."""

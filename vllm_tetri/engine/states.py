@@ -14,6 +14,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm_tetri.engine.compat import can_give_out_layers, loaded_runners
@@ -69,8 +70,10 @@ class StateReader:
         rows = {name: int(end) - 1 for name, end in ends_by_name if name in wanted}
         if not rows:
             return
-        states = hidden[torch.tensor(list(rows.values()), device=hidden.device)]
-        is_host = states.device.type == "cpu"
+        is_host = hidden.device.type == "cpu"
+        # From pinned memory: a copy from other memory waits for all that the device has to do.
+        index = torch.tensor(list(rows.values()), pin_memory=not is_host)
+        states = hidden[index.to(hidden.device, non_blocking=True)]
         held = torch.empty(states.shape, dtype=torch.float32, pin_memory=not is_host)
         held.copy_(states, non_blocking=not is_host)
         event = None if is_host else torch.cuda.current_stream(states.device).record_event()
@@ -81,7 +84,8 @@ class StateReader:
         found: States = {}
         while self.copies and (self.copies[0][2] is None or self.copies[0][2].query()):
             requests, states, _ = self.copies.pop(0)
-            found.update(zip(requests, states.numpy(), strict=True))
+            # Copies: a view of one row would keep the pinned memory of all.
+            found.update(zip(requests, map(np.copy, states.numpy()), strict=True))
         return found
 
 

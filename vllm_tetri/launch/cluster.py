@@ -21,7 +21,7 @@ import aiohttp
 from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
 from vllm_tetri.launch.display import Display
 from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
-from vllm_tetri.launch.process import ChildProcess, StartError
+from vllm_tetri.launch.process import ChildProcess
 from vllm_tetri.router.auth import KEY_VARIABLE, fingerprint_of
 from vllm_tetri.transport.segments import abandoned_segments
 from vllm_tetri.types import Role, server_name
@@ -338,7 +338,7 @@ class Keeper:
         try:
             self._tail.clear()
             child = self.child = await self._nodes.start(self.spec, self._on_line)
-        except StartError as error:
+        except (TetriError, OSError) as error:  # no room, process or port now
             if not self._was_ready:
                 raise LaunchError(f"{self.spec.name}: {error}") from error
             self._display.event(self.spec.name, str(error))

@@ -128,7 +128,7 @@ class Display:
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Show a message of `up` itself."""
         if self._console.is_terminal:
-            self._console.print(Text(text), soft_wrap=True)
+            self._show(Text(text))
         else:
             _log.log(level, "%s", text)
 
@@ -136,7 +136,12 @@ class Display:
         # A line of JSON is for machines, which could not read it with a name in front.
         is_json = text.startswith("{") and not self._console.is_terminal
         prefix = Text("" if is_json else f"{name:<{self._width}} ", style=self._colour[name])
-        self._console.print(prefix + Text(text, style=style), soft_wrap=True)
+        self._show(prefix + Text(text, style=style))
+
+    def _show(self, text: Text) -> None:
+        """Write to stderr what can be written: its disk may be full, or its reader gone."""
+        with contextlib.suppress(OSError, SystemExit):  # with which rich ends without a reader
+            self._console.print(text, soft_wrap=True)
 
     def _table(self) -> Table:
         now = time.monotonic()

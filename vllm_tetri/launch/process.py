@@ -15,6 +15,7 @@ from vllm_tetri.launch.plan import ChildSpec
 
 GUARD_MARGIN_S = 4.0
 _MAX_LINE_BYTES = 1 << 16
+_LOOK_S = 1.0
 _PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
 
@@ -65,7 +66,12 @@ class ChildProcess:
 
     async def wait(self) -> int:
         """Exit status, after the last line was delivered."""
-        status = await self._process.wait()
+        exited = asyncio.ensure_future(self._process.wait())
+        try:  # it waits for the end of the output, too, which what is left may hold open
+            while (status := self._process.returncode) is None:
+                await asyncio.wait({exited}, timeout=_LOOK_S)
+        finally:
+            exited.cancel()
         self.kill()  # a killed guard may have left something
         await asyncio.wait({self._pump}, timeout=1.0)
         self._pump.cancel()

@@ -100,6 +100,11 @@ def instance_key_of(keys: tuple[str, ...]) -> str | None:
     a key for instances, but clients need none.
     """
     key = os.environ.get(INSTANCE_KEY_VARIABLE, "")
+    if key != key.strip() or not key.isprintable():
+        raise ConfigError(
+            f"{INSTANCE_KEY_VARIABLE} holds a blank or a line break at an end, or what cannot be "
+            "printed: no request could carry it"
+        )
     if keys:
         return f"Bearer {key}" if key else ""
     if key:

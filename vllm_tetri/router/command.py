@@ -59,6 +59,7 @@ def number(
 
 
 positive = number(float, lambda value: value > 0, "a positive number of seconds")
+_finite = number(float, lambda value: 0 < value < inf, "a positive number of seconds")
 count = number(int, lambda value: value > 0, "a positive number")
 port = number(int, lambda value: 0 <= value < 1 << 16, "a port")
 _delay = number(float, lambda value: 0 <= value < inf, "a number of seconds")
@@ -182,7 +183,7 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
         help="when the prompts queued at an instance have exceeded this delay for "
         f"{PATIENCE_S:g} s, send new requests elsewhere, or reject them with 503 and Retry-After "
         "(default: 0, no limit)")
-    add("--shutdown-timeout", type=positive, default=DRAIN_S, metavar="SECONDS",
+    add("--shutdown-timeout", type=_finite, default=DRAIN_S, metavar="SECONDS",
         help="time for requests in flight to end after SIGTERM (default: %(default)g)")
     add("--api-key", nargs="+", action="extend", metavar="KEY",
         help="keys that clients may present as `Authorization: Bearer KEY`. Other users of this "

@@ -24,6 +24,7 @@ _TIMEOUT_S = 2.0  # longest wait for one instance
 _FRESH_S = 1.0  # metrics are not scraped again before this time
 _REMEMBERED_S = 30.0  # of what follows from options of instances
 _MAX_ORIGINS = 256
+_MOST_AWAY = 64  # processes that may come back as they were
 _OPENAPI = "/openapi.json"
 _VLLM = "# HELP vllm:"  # first words of a family; others are about the process
 
@@ -76,6 +77,11 @@ def render_families(families: Mapping[str, Family]) -> str:
     return "".join(line + "\n" for line in lines)
 
 
+def _without_gauges(texts: Iterable[str]) -> str:
+    families = read_families(texts).items()
+    return render_families({name: each for name, each in families if each.kind != "gauge"})
+
+
 class Merged:
     """Asks instances and remembers what they said. Owned by the event loop."""
 
@@ -106,13 +112,16 @@ class Merged:
             for info, each in zip(infos, found, strict=True)
             if each is not None and each[0].status == 200
         }
-        left = self._texts.keys() - {(info.id, info.pid) for info in infos}
-        left_texts = [self._texts.pop(each) for each in left]
+        here = {(info.id, info.pid) for info in infos}
+        away = [each for each in self._texts if each not in here]  # some may only be out of reach
+        gone = [self._texts.pop(each) for each in away[: max(0, len(away) - _MOST_AWAY)]]
+        texts = [text for each, text in self._texts.items() if each in here]
+        left = [text for each, text in self._texts.items() if each not in here]
 
         def merge() -> str:  # takes milliseconds an instance
-            gone = read_families([self._gone, *left_texts]).items()
-            self._gone = render_families({n: each for n, each in gone if each.kind != "gauge"})
-            return render_families(read_families([*self._texts.values(), self._gone]))
+            self._gone = _without_gauges([self._gone, *gone])
+            counts = _without_gauges([self._gone, *left])
+            return render_families(read_families([*texts, counts]))
 
         return await asyncio.to_thread(merge)
 
