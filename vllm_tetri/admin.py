@@ -234,7 +234,7 @@ def run_drain(options: argparse.Namespace) -> int:
     _order(options, "drain", {})
     heard_s = time.monotonic()
     for row in _progress(options.url, name):
-        if row["state"] in ("draining", "silent"):
+        if row["state"] in ("draining", "silent", "starting"):
             heard_s = time.monotonic()
         elif time.monotonic() - heard_s > _COMMIT_S:  # another router may hear of it later
             raise AdminError(f"{name} has started anew: the order was lost; repeat it")

@@ -62,6 +62,12 @@ _ANY_BLOCKS = 1 << 40
 _ASIDE = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
+def _keeps(request: Request) -> bool:
+    """Whether a request that waited with KV at the step's begin, if its load did not fail, still
+    does."""
+    return request.num_computed_tokens > 0 and request.status not in _ASIDE
+
+
 class TetriScheduler(Scheduler):
     """Synchronous variant; `make_scheduler` picks. `engine.load.SchedulerState` describes its
     public attributes."""
@@ -210,7 +216,7 @@ class TetriScheduler(Scheduler):
         self._set_budget()
         holding = [*self.kv_holding_waiting]  # which vLLM empties before it asks the gate
         self.gate.begin_step(
-            lambda: [*self.running, *(one for one in holding if one.status not in _ASIDE)],
+            lambda: [*self.running, *filter(_keeps, holding)],
             time.monotonic(),
             free_blocks=self._free_per_group(),
             tokens_per_step=self.max_num_scheduled_tokens,
@@ -305,9 +311,10 @@ class TetriScheduler(Scheduler):
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
-        chunk_tokens = min(self.budget.chunk_tokens, self.max_model_len)
+        chunk_tokens = self.budget.chunk_tokens
         missing_tokens = chunk_tokens - self.waiting.lane.unfinished_tokens
         if 0 < missing_tokens < chunk_tokens:
+            missing_tokens = min(missing_tokens, self.max_model_len - 1)
             self._padding, self._has_padded = dummy_request(self, missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
 

@@ -352,7 +352,7 @@ class SendSide:
     def _preempt(self, request_id: str) -> None:
         """Start anew with a prompt that lost its blocks and will be computed again."""
         send = self._sends.get(request_id)
-        if send is not None and send.block_ids is None:
+        if send is not None and send.block_ids is None and not send.freeing:
             if send.round:
                 self._stops.append(request_id)
                 send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
@@ -367,6 +367,8 @@ class SendSide:
         for request_id in unfinished if block_ids else ():
             groups = self._kv_cache.get_block_ids(request_id)
             if not set(block_ids).isdisjoint(chain.from_iterable(groups)):
+                send = self._sends[request_id]  # whose last name may have wrong KV by now
+                send.gave_up |= send.round > 0 and send.attempt + 1 >= MAX_ATTEMPTS
                 self._preempt(request_id)
 
     def stop_unfinished(self) -> None:

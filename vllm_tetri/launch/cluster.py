@@ -338,7 +338,7 @@ class Keeper:
         try:
             self._tail.clear()
             child = self.child = await self._nodes.start(self.spec, self._on_line)
-        except (TetriError, OSError) as error:  # no room, process or port now
+        except (TetriError, OSError, RuntimeError) as error:  # no room, process, thread, port
             if not self._was_ready:
                 raise LaunchError(f"{self.spec.name}: {error}") from error
             self._display.event(self.spec.name, str(error))

@@ -122,7 +122,8 @@ class Display:
 
     def show_from(self, level: int) -> None:
         """Stop redrawing, and show lines of children from this level up. Idempotent."""
-        self._live.stop()
+        with contextlib.suppress(OSError, SystemExit):  # of a terminal that is gone
+            self._live.stop()
         self._threshold = level
 
     def say(self, text: str, level: int = logging.INFO) -> None:
@@ -140,8 +141,14 @@ class Display:
 
     def _show(self, text: Text) -> None:
         """Write to stderr what can be written: its disk may be full, or its reader gone."""
-        with contextlib.suppress(OSError, SystemExit):  # with which rich ends without a reader
+        try:
             self._console.print(text, soft_wrap=True)
+        except SystemExit:  # with which rich ends without a reader; it is quiet from now on
+            pass
+        except OSError:  # rich keeps what it could not write, unless it is quiet
+            self._console.quiet = True
+            self._console.print()
+            self._console.quiet = False
 
     def _table(self) -> Table:
         now = time.monotonic()

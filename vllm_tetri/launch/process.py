@@ -83,7 +83,7 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM if drain_s else signal.SIGINT)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), drain_s + GRACE_S + GUARD_MARGIN_S)
+            await asyncio.wait_for(self.wait(), drain_s + GRACE_S + GUARD_MARGIN_S)
         self.kill()
         await self.wait()
 

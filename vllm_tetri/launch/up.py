@@ -98,6 +98,11 @@ def run(options: argparse.Namespace) -> int:
         os.environ[LEVEL_VARIABLE] = options.log_level
     configure_logging()
     require_vllm()
+    if options.ready_file is not None:
+        try:
+            options.ready_file.unlink(missing_ok=True)  # of a cluster that was killed
+        except OSError as error:
+            raise ConfigError(f"--ready-file {options.ready_file}: {error}") from error
     serve = read_serve_options(options.model, options.tail)
     _refuse_of_others(options)
     # One of several routers decides on roles; the kernel forgets the lease when it ends.
@@ -110,11 +115,6 @@ def run(options: argparse.Namespace) -> int:
                 options.log_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"--log-dir {options.log_dir}: {error}") from error
-        if options.ready_file is not None:
-            try:
-                options.ready_file.unlink(missing_ok=True)  # of a cluster that was killed
-            except OSError as error:
-                raise ConfigError(f"--ready-file {options.ready_file}: {error}") from error
         memory = shared_memory()
         level, advice = (INFO, "") if memory.is_fine else (WARNING, f"; {memory.advice}")
         _log.log(level, "%s: %s%s", memory.subject, memory.fact, advice)

@@ -104,17 +104,23 @@ class Merged:
 
     async def _scrape_all(self) -> str:
         # Ranks of a data-parallel server share one `/metrics`.
-        servers = {each.info.url: each.info for each in reversed(self._monitor.view().instances)}
+        view = sorted(self._monitor.view().instances, key=lambda one: one.info.id, reverse=True)
+        servers = {each.info.url: each.info for each in view}
         infos, ask = list(servers.values()), self._upstream.ask
         found = await asyncio.gather(*(ask(info.url, "/metrics", _TIMEOUT_S) for info in infos))
-        self._texts |= {
-            (info.id, info.pid): each[1].decode(errors="replace")
-            for info, each in zip(infos, found, strict=True)
-            if each is not None and each[0].status == 200
-        }
-        here = {(info.id, info.pid) for info in infos}
-        away = [each for each in self._texts if each not in here]  # some may only be out of reach
-        gone = [self._texts.pop(each) for each in away[: max(0, len(away) - _MOST_AWAY)]]
+        for info, each in zip(infos, found, strict=True):
+            if each is not None and each[0].status == 200:
+                self._texts.pop((info.id, info.pid), None)  # the newest last
+                self._texts[info.id, info.pid] = each[1].decode(errors="replace")
+        here, names = {(info.id, info.pid) for info in infos}, {info.id for info in infos}
+        for rank in {(each.info.id, each.info.pid) for each in view} - here:
+            self._texts.pop(rank, None)  # another one tells the same
+        # Some may only be out of reach, unless another process has their name.
+        away = [each for each in self._texts if each not in here]
+        ended = [each for each in away if each[0] in names]
+        rest = [each for each in away if each[0] not in names]
+        ended += rest[: max(0, len(rest) - _MOST_AWAY)]
+        gone = [self._texts.pop(each) for each in ended]
         texts = [text for each, text in self._texts.items() if each in here]
         left = [text for each, text in self._texts.items() if each not in here]
 
