@@ -21,7 +21,7 @@ from rich.text import Text
 
 from vllm_tetri.errors import TetriError
 from vllm_tetri.router.auth import KEY_VARIABLE
-from vllm_tetri.types import FLIP_DEADLINE_S, Mode, Role
+from vllm_tetri.types import FLIP_DEADLINE_S, Mode, Role, is_loopback
 
 Row = dict[str, Any]
 
@@ -84,7 +84,7 @@ def _response(
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:
     """Return what opens URLs: without the environment's proxy if they are this machine's own."""
-    is_own = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    is_own = is_loopback(urlsplit(url).hostname or "")
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_own else []))
 
 

@@ -187,12 +187,16 @@ def verdict(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, boo
         return f"FAILED: {served}; the latencies do not compare. --log-dir keeps the logs", False
     better = [
         name.removesuffix(", ms")
-        for key, name in FIGURES.items()
-        if key in stock and key in ours  # --bench-args may ask for other percentiles
+        for key, name in _figures(stock, ours).items()
         if (ours[key] > stock[key] if key.endswith("throughput") else ours[key] < stock[key])
     ]
     found = "; ".join(better) or "nothing"
     return f"passed: ours completed all that stock completed, and is better in: {found}", True
+
+
+def _figures(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
+    """Return what both report: --bench-args may ask for other percentiles."""
+    return {key: name for key, name in FIGURES.items() if key in stock and key in ours}
 
 
 def _progress() -> Progress:
@@ -208,9 +212,7 @@ def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
     title = f"{Path(options.model).name}, {options.num_prompts} requests"
     table = Table("", "stock", "ours", "ours / stock", title=title)
     table.add_row("completed", str(stock["completed"]), str(ours["completed"]), "")
-    for key, name in FIGURES.items():
-        if key not in stock or key not in ours:
-            continue
+    for key, name in _figures(stock, ours).items():
         ratio = f"{ours[key] / stock[key]:.2f}" if stock[key] else "-"
         table.add_row(name, f"{stock[key]:.1f}", f"{ours[key]:.1f}", ratio)
     return table

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import re
 import socket
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.plugins import Kind, load_policy
 from vllm_tetri.policy.lengths import End
 from vllm_tetri.transport.links import parse_link
-from vllm_tetri.types import Mode, Role
+from vllm_tetri.types import Mode, Role, is_loopback
 
 # Which kind of policy a field names.
 POLICY_KINDS: dict[str, Kind] = {
@@ -291,14 +290,6 @@ def control_host(address: str) -> str:
     if scheme != "tcp" or not host or not port.isdecimal():
         raise ConfigError(f"{address!r} is no control address; write tcp://HOST:PORT")
     return host.strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; False for a name other than localhost."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def is_here(address: str) -> bool:

@@ -5,6 +5,7 @@ Units are suffixes: `_tokens`, `_blocks`, `_bytes`, `_s` (seconds as float).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,6 +25,14 @@ _RANK = re.compile(r"-dp\d+$")
 def rank_name(server: str, rank: int) -> str:
     """Return the name of an instance that is one rank of a data-parallel server."""
     return f"{server}-dp{rank}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; False for a name other than localhost."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def server_name(instance: str) -> str:

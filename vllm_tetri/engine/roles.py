@@ -24,7 +24,6 @@ from vllm_tetri.config import (
     TetriConfig,
     control_host,
     decode_config,
-    is_loopback,
     option_of,
     parse_pool,
 )
@@ -33,7 +32,7 @@ from vllm_tetri.engine.prediction import name_of
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.security import read_secret, secret_file_of
 from vllm_tetri.transport.segments import abandoned_segments, require_memory
-from vllm_tetri.types import Role, rank_name
+from vllm_tetri.types import Role, is_loopback, rank_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

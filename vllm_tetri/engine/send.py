@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Collection
 from itertools import chain
 
 from vllm_tetri.config import TetriConfig
@@ -360,14 +359,15 @@ class SendSide:
             send.dispatch = None
             self._restart(send, 0.0)
 
-    def distrust(self, block_ids: Collection[int]) -> None:
+    def distrust(self, block_ids: set[int]) -> None:
         """Send prompts anew of which a load failed: what a step computed after it is wrong, may
         have been sent, and is computed again."""
-        unfinished = [name for name, send in self._sends.items() if send.block_ids is None]
-        for request_id in unfinished if block_ids else ():
-            groups = self._kv_cache.get_block_ids(request_id)
-            if not set(block_ids).isdisjoint(chain.from_iterable(groups)):
-                send = self._sends[request_id]  # whose last name may have wrong KV by now
+        if not block_ids:
+            return
+        for request_id, send in self._sends.items():
+            groups = self._kv_cache.get_block_ids(request_id) if send.block_ids is None else ()
+            if not block_ids.isdisjoint(chain.from_iterable(groups)):
+                # The last name of an attempt may have wrong KV by now.
                 send.gave_up |= send.round > 0 and send.attempt + 1 >= MAX_ATTEMPTS
                 self._preempt(request_id)
 
