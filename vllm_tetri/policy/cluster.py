@@ -46,6 +46,14 @@ class Need(NamedTuple):
 class InstanceRow:
     """A ready instance: its last report, and in a `ClusterState` what was sent to it since."""
 
+    __slots__ = (
+        "alone", "arena_tokens", "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost",
+        "decodes", "device", "free_bytes", "free_tokens", "heavy", "id", "key", "kv_endpoint",
+        "left_tokens", "light", "num_requests", "others", "prompt_share", "queued_tokens",
+        "remaining_tokens", "reported_s", "request_s", "role", "step_s", "view",
+    )  # fmt: skip
+    _values = attrgetter(*__slots__)
+
     def __init__(
         self, view: InstanceView, cost: StepCoefficients, key: int, share: float, now: float
     ) -> None:
@@ -101,9 +109,15 @@ class InstanceRow:
         return now + _ARRIVES_S + self.computing_s(tokens, tokens * self.cost.prompt_s)
 
     def copy(self) -> InstanceRow:
-        """Return a row that can be changed; as `copy.copy`, in a seventh of its time."""
+        """Return a row that can be changed; as `copy.copy`, in a tenth of its time."""
         row = InstanceRow.__new__(InstanceRow)
-        row.__dict__ = self.__dict__.copy()
+        (
+            row.alone, row.arena_tokens, row.base_blocks, row.block_size, row.busy_others,
+            row.chunk_tokens, row.cost, row.decodes, row.device, row.free_bytes, row.free_tokens,
+            row.heavy, row.id, row.key, row.kv_endpoint, row.left_tokens, row.light,
+            row.num_requests, row.others, row.prompt_share, row.queued_tokens, row.remaining_tokens,
+            row.reported_s, row.request_s, row.role, row.step_s, row.view,
+        ) = self._values(self)  # fmt: skip
         return row
 
     def add_decode(self, need: Need) -> None:
