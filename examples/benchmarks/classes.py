@@ -7,7 +7,7 @@ in every repeat, systems come in random order; each is started, warmed up, asked
 random order, and ended. Lengths and times of requests depend on class, rate and repeat, never on
 the system. Results are lines of one file; an interrupted run goes on where it stopped.
 
-Lengths are drawn from the ranges below, and tokens at random. With `--sharegpt FILE` requests are
+Lengths are drawn from the simulator's ranges, tokens at random. With `--sharegpt FILE` requests are
 pairs of that data set: five classes by the paper's thresholds. With `--profile NAME` every engine
 keeps the pace of a device that the simulator knows (`pace`), and all times are that device's.
 """
@@ -41,20 +41,12 @@ from examples.benchmarks.cluster import (
 )
 from examples.benchmarks.figures import Results, figures, share_in_time, tpot_s
 from examples.benchmarks.pace import Play
+from vllm_tetri.sim import workload
 
-LIGHT_PROMPT, HEAVY_PROMPT = (16, 511), (512, 1536)  # tokens, log-uniform
-LIGHT_OUTPUT, HEAVY_OUTPUT = (8, 127), (129, 512)  # tokens, uniform
-PLAIN = {
-    "lpld": (LIGHT_PROMPT, LIGHT_OUTPUT),
-    "lphd": (LIGHT_PROMPT, HEAVY_OUTPUT),
-    "hpld": (HEAVY_PROMPT, LIGHT_OUTPUT),
-    "hphd": (HEAVY_PROMPT, HEAVY_OUTPUT),
-}
-CLASSES = (*PLAIN, "mixed")
+PLAIN, CLASSES = workload.CLASSES, workload.KINDS
 RATES = {"light": 0.35, "knee": 0.7, "past": 1.1}  # parts of stock's rate when all come at once
 LOOSE, STRICT = (10.0, 6.0), (4.0, 2.5)  # times the TTFT and TPOT of one request on idle stock
 AT_ONCE, WARM_UP, LONE = 48, 16, 6
-QUIET_S = 300.0
 METRICS = [
     *("completed", "failed", "ttft_mean_ms", "ttft_p99_ms", "itl_p99_ms", "tpot_mean_ms"),
     *(
@@ -74,7 +66,7 @@ Draw = Callable[[str, Random], tuple[list[int], int]]
 
 
 def draw(name: str, rng: Random) -> tuple[list[int], int]:
-    """Draw lengths from the ranges of a class, and tokens at random."""
+    """Draw lengths from the ranges of a class (of prompts log-uniform), and tokens at random."""
     (least, most), output = PLAIN[rng.choice(list(PLAIN)) if name == "mixed" else name]
     prompt_tokens = round(least * (most / least) ** rng.random())
     output_tokens = rng.randint(*output)
@@ -196,7 +188,7 @@ def measure_system(
 def player(asked: Client, url: str, site: Site, options: argparse.Namespace) -> Play:
     """Return what plays schedules on a system that serves at `url`, on its devices' clock."""
     device: pace.Device = options.device
-    return device.in_its_time(partial(asked.play, Target(url, site.name, QUIET_S)))
+    return device.in_its_time(partial(asked.play, Target(url, site.name)))
 
 
 def measure_in_turns(site: Site, options: argparse.Namespace, results: Results) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from examples.benchmarks.client import TOKEN_IDS
 from vllm_tetri.policy.lengths import HEAVY_TOKENS
+from vllm_tetri.sim.workload import KINDS
 
 HEAVY_PROMPT = 512  # tokens: more than these
 _USERS, _MODELS = {"human", "user"}, {"gpt", "chatgpt", "assistant", "bing", "bard"}
@@ -85,9 +86,7 @@ def read(path: Path, tokenize: Tokenize, window_tokens: int) -> Pairs:
     Raises:
         ValueError: It has no pair of some class.
     """
-    found: dict[str, list[tuple[list[int], int]]] = {
-        name: [] for name in ("lpld", "lphd", "hpld", "hphd", "mixed")
-    }
+    found: dict[str, list[tuple[list[int], int]]] = {name: [] for name in KINDS}
     for conversation in conversations(path):
         for prompt, answer in turns(conversation):
             ids, output_tokens = tokenize(prompt), len(tokenize(answer))
