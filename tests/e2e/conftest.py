@@ -89,10 +89,13 @@ def many(_four: Cluster) -> Iterator[Cluster]:
 def own_started(
     request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """A cluster of the test's module alone, with the options `OWN` that this module has."""
+    """A cluster of the test's module alone, with the options `OWN` that this module has; audited at
+    the end if it has `IS_AUDITED`."""
     folder = tmp_path_factory.mktemp("own")
     with running(Cluster(tiny_llama, folder, **request.module.OWN)) as cluster:
         yield cluster
+        if getattr(request.module, "IS_AUDITED", False):
+            cluster.audit()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-EVERY, TOKENS, PROMPT = 32, 700, 600
+OWN = {"roles": ("--prefill", "1", "--decode", "2", "--mirror", "32", "--moves", "off")}
+REST_S, IS_AUDITED = 6, True
+TOKENS, PROMPT = 700, 600
 BODIES = [
     completion(900, max_tokens=TOKENS, **STREAM),
     completion(800, max_tokens=TOKENS, temperature=0.9, seed=5, **STREAM),
@@ -38,16 +39,6 @@ def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         return asyncio.run(replies(stock.url))
 
 
-@pytest.fixture(scope="module")
-def cluster(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    roles, folder = ("--prefill", "1", "--decode", "2"), tmp_path_factory.mktemp("mirrors")
-    roles = (*roles, "--mirror", str(EVERY), "--moves", "off")
-    with running(Cluster(tiny_llama, folder, roles=roles)) as cluster:
-        yield cluster
-        cluster.rest(6)
-        cluster.audit()
-
-
 def copies(cluster: Cluster) -> Counter[str]:
     line = r'tetri_mirrors_total{outcome="(\w+)"} ([\d.]+)'
     found = re.findall(line, metrics(cluster.url))
@@ -60,33 +51,33 @@ def rows(cluster: Cluster) -> list[Any]:
     return sorted(found, key=lambda row: -row["mirror"]["num_tokens"])
 
 
-async def test_what_follows_a_copy_is_computed_again(cluster: Cluster, expected: list[Any]) -> None:
-    asking = asyncio.create_task(replies(cluster.url))
-    await until(lambda: rows(cluster), "one has a copy")
-    longest = rows(cluster)[0]
+async def test_what_follows_a_copy_is_computed_again(own: Cluster, expected: list[Any]) -> None:
+    asking = asyncio.create_task(replies(own.url))
+    await until(lambda: rows(own), "one has a copy")
+    longest = rows(own)[0]
     dead, second = longest["decode"], longest["mirror"]
     assert second["instance"] != dead
     assert second["num_tokens"] > PROMPT
     tail = longest["prompt_tokens"] + longest["generated"] - second["num_tokens"]
-    before = cluster.instances()[second["instance"]]["prompt_tokens_done"]
-    send(cluster.processes(dead), signal.SIGKILL)
+    before = own.instances()[second["instance"]]["prompt_tokens_done"]
+    send(own.processes(dead), signal.SIGKILL)
     for mine, theirs in zip(await asking, expected, strict=True):
         assert not difference(mine, theirs)
-    assert copies(cluster)["used"] > 0
-    computed = cluster.instances()[second["instance"]]["prompt_tokens_done"] - before
+    assert copies(own)["used"] > 0
+    computed = own.instances()[second["instance"]]["prompt_tokens_done"] - before
     assert computed < tail + PROMPT / 2  # else all of it is
-    await until(lambda: cluster.are_ready(3), "all are ready again", 60)
+    await until(lambda: own.are_ready(3), "all are ready again", 60)
 
 
-async def test_an_output_does_not_need_its_copy(cluster: Cluster, expected: list[Any]) -> None:
-    asking = asyncio.create_task(replies(cluster.url))
-    await until(lambda: rows(cluster), "one has a copy")
-    longest = rows(cluster)[0]
+async def test_an_output_does_not_need_its_copy(own: Cluster, expected: list[Any]) -> None:
+    asking = asyncio.create_task(replies(own.url))
+    await until(lambda: rows(own), "one has a copy")
+    longest = rows(own)[0]
     second = longest["mirror"]["instance"]
-    others = {row["id"] for row in cluster.requests() if row["decode"] != second}
-    send(cluster.processes(second), signal.SIGKILL)
-    await until(lambda: cluster.state_of(second) != "ready", "it is gone")
+    others = {row["id"] for row in own.requests() if row["decode"] != second}
+    send(own.processes(second), signal.SIGKILL)
+    await until(lambda: own.state_of(second) != "ready", "it is gone")
     assert longest["id"] in others
     for mine, theirs in zip(await asking, expected, strict=True):
         assert not difference(mine, theirs)
-    await until(lambda: cluster.are_ready(3), "all are ready again", 60)
+    await until(lambda: own.are_ready(3), "all are ready again", 60)

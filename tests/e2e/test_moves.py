@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -75,6 +74,8 @@ BODIES += [
 # What another instance continues that has nothing of it: one choice of text, or a whole response.
 RESUMABLE = [body for body in BODIES if not body.get("stream") or not {"n", "tools"} & body.keys()]
 SERVE = ("--tetri-decode-policy", "greedy")
+OWN = {"roles": ("--prefill", "1", "--decode", "2"), "serve": SERVE}
+REST_S, IS_AUDITED = 6, True
 
 
 async def replies(url: str, bodies: list[Any]) -> list[Any]:
@@ -99,20 +100,6 @@ def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         return dict(enumerate(asyncio.run(ask(stock.url))))
 
 
-@pytest.fixture(scope="module")
-def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    roles, folder = ("--prefill", "1", "--decode", "2"), tmp_path_factory.mktemp("moves")
-    with running(Cluster(tiny_llama, folder, roles=roles, serve=SERVE)) as cluster:
-        yield cluster
-        cluster.audit()
-
-
-@pytest.fixture
-def cluster(started: Cluster) -> Iterator[Cluster]:
-    yield started
-    started.rest(6)
-
-
 def refusal(url: str, request: str, to: Any) -> tuple[int, str]:
     try:
         post(f"{url}/tetri/v1/requests/{request}/move", {"to": to})
@@ -124,25 +111,23 @@ def refusal(url: str, request: str, to: Any) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "num_moves", [100, pytest.param(1_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
-async def test_equal(cluster: Cluster, expected: dict[int, Any], num_moves: int) -> None:
-    moving = asyncio.create_task(move_on(cluster.url))
-    before = outcomes(cluster)["moved"]
-    while outcomes(cluster)["moved"] < before + num_moves:
-        assert_equal(BODIES, await replies(cluster.url, BODIES), expected)
+async def test_equal(own: Cluster, expected: dict[int, Any], num_moves: int) -> None:
+    moving = asyncio.create_task(move_on(own.url))
+    before = outcomes(own)["moved"]
+    while outcomes(own)["moved"] < before + num_moves:
+        assert_equal(BODIES, await replies(own.url, BODIES), expected)
     moving.cancel()
 
 
-async def test_an_instance_dies_while_outputs_move(
-    cluster: Cluster, expected: dict[int, Any]
-) -> None:
-    before = outcomes(cluster)["moved"]
-    moving = asyncio.create_task(move_on(cluster.url))
-    asking = asyncio.create_task(replies(cluster.url, RESUMABLE))
-    await until(lambda: outcomes(cluster)["moved"] > before + 5, "some have moved")
-    send(cluster.processes("decode-0"), signal.SIGKILL)
+async def test_an_instance_dies_while_outputs_move(own: Cluster, expected: dict[int, Any]) -> None:
+    before = outcomes(own)["moved"]
+    moving = asyncio.create_task(move_on(own.url))
+    asking = asyncio.create_task(replies(own.url, RESUMABLE))
+    await until(lambda: outcomes(own)["moved"] > before + 5, "some have moved")
+    send(own.processes("decode-0"), signal.SIGKILL)
     assert_equal(RESUMABLE, await asking, expected)
     moving.cancel()
-    await until(lambda: cluster.are_ready(3), "all are ready again", 120)
+    await until(lambda: own.are_ready(3), "all are ready again", 120)
 
 
 @pytest.mark.long
@@ -186,12 +171,12 @@ async def test_both_sides_and_the_router_die_while_outputs_move(
         cluster.audit()
 
 
-async def test_what_cannot_move_is_refused_once(cluster: Cluster) -> None:
-    url, body = cluster.url, completion(40, max_tokens=TOKENS, **STREAM)
+async def test_what_cannot_move_is_refused_once(own: Cluster) -> None:
+    url, body = own.url, completion(40, max_tokens=TOKENS, **STREAM)
     assert refusal(url, "unknown", "decode-0") == (404, "there is no request 'unknown'")
     asking = asyncio.create_task(replies(url, [body]))
-    await until(lambda: [row for row in cluster.requests() if row["generated"] > 5], "it runs")
-    (row,) = cluster.requests()
+    await until(lambda: [row for row in own.requests() if row["generated"] > 5], "it runs")
+    (row,) = own.requests()
     there = {"decode-0": "decode-1", "decode-1": "decode-0"}[row["decode"]]
     assert refusal(url, row["id"], "nowhere") == (404, "there is no instance 'nowhere'")
     assert refusal(url, row["id"], 5)[0] == 400
@@ -205,30 +190,30 @@ async def test_what_cannot_move_is_refused_once(cluster: Cluster) -> None:
 
 
 async def test_a_flip_and_a_drain_do_not_wait_for_outputs(
-    cluster: Cluster, expected: dict[int, Any]
+    own: Cluster, expected: dict[int, Any]
 ) -> None:
     def decodes(name: str) -> bool:
-        return bool(cluster.instances()[name]["running"] > 2)
+        return bool(own.instances()[name]["running"] > 2)
 
     def is_prefill() -> bool:
-        return bool(cluster.instances()["decode-1"]["role"] == "prefill")
+        return bool(own.instances()["decode-1"]["role"] == "prefill")
 
-    asking = asyncio.create_task(replies(cluster.url, BODIES))
+    asking = asyncio.create_task(replies(own.url, BODIES))
     await until(lambda: decodes("decode-1"), "it decodes")
-    before = outcomes(cluster)["moved"]
-    assert (await order(cluster.url, "decode-1", "prefill"))[0] == 202
+    before = outcomes(own)["moved"]
+    assert (await order(own.url, "decode-1", "prefill"))[0] == 202
     await until(is_prefill, "it has another role")
     assert not asking.done()
-    assert outcomes(cluster)["moved"] > before
+    assert outcomes(own)["moved"] > before
     assert_equal(BODIES, await asking, expected)
 
-    assert (await order(cluster.url, "decode-1", "decode"))[0] == 202
+    assert (await order(own.url, "decode-1", "decode"))[0] == 202
     await until(lambda: not is_prefill(), "it has its role again")
-    asking = asyncio.create_task(replies(cluster.url, BODIES))
+    asking = asyncio.create_task(replies(own.url, BODIES))
     await until(lambda: decodes("decode-0"), "it decodes")
-    before = outcomes(cluster)["moved"]
-    post(f"{cluster.url}/tetri/v1/instances/decode-0/drain", {})
-    await until(lambda: "decode-0" not in cluster.instances(), "it has left")
+    before = outcomes(own)["moved"]
+    post(f"{own.url}/tetri/v1/instances/decode-0/drain", {})
+    await until(lambda: "decode-0" not in own.instances(), "it has left")
     assert not asking.done()
-    assert outcomes(cluster)["moved"] > before
+    assert outcomes(own)["moved"] > before
     assert_equal(BODIES, await asking, expected)
