@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.eventually import eventually
 from vllm_tetri import bench
 from vllm_tetri.errors import UnsupportedError
 
@@ -67,11 +68,9 @@ def test_stock_has_as_many_replicas_as_our_instances_have_gpus(
 def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path) -> None:
     script = "import subprocess; subprocess.run(['sleep', '1000'])"
     with bench.Child([sys.executable, "-c", script], tmp_path / "log") as process:
-        deadline = time.monotonic() + 30
-        tree: list[psutil.Process] = []
-        while not any(each.name() == "sleep" for each in tree):
-            assert time.monotonic() < deadline
-            tree = psutil.Process(process.pid).children(recursive=True)
+        below = partial(psutil.Process(process.pid).children, recursive=True)
+        eventually(lambda: any(each.name() == "sleep" for each in below()), 30)
+        tree = below()
     gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     assert not any(each.is_running() and each.status() not in gone for each in tree)
 

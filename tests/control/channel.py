@@ -32,7 +32,7 @@ INFO = InstanceInfo(
 DISPATCHED = Dispatched(RequestId("r"), TransferId("t"), InstanceId("d"), "why")
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

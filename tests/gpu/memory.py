@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.eventually import eventually
 from tests.gpu.accelerator import Cuda, Host, accelerator, copies_of
 from tests.gpu.reuse import transfers
 from vllm_tetri.transport.blocks import DeviceMover, pieces
@@ -96,10 +97,12 @@ def hand_over(gear: Cuda | Host, layout: str, num_layers: int, num_blocks: int) 
             for start, piece in pieces(ids, block_bytes):
                 transfer.write(sends.layout, first + start, piece, tag)
         transfer.finish()
-        until(lambda: transfer.state not in (TransferState.OPENING, TransferState.SENDING), "sent")
+        under_way = (TransferState.OPENING, TransferState.SENDING)
+        eventually(lambda: transfer.state not in under_way, TIMEOUT_S, "sent")
         assert transfer.state is TransferState.DONE, transfer.error
-        until(
+        eventually(
             lambda: (found := receiver.find("t")) is not None and found.state.name == "ARRIVED",
+            TIMEOUT_S,
             "here",
         )
         slot = receiver.take("t")
@@ -120,12 +123,6 @@ def hand_over(gear: Cuda | Host, layout: str, num_layers: int, num_blocks: int) 
         assert torch.equal(mine[rows[0]], theirs[rows[1]]), f"{layout}: layer {number} differs"
         untouched = theirs[rest.to(gear.kind)]
         assert bool((untouched == POISON).all()), f"{layout}: layer {number} was overwritten"
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {TIMEOUT_S:g} s: {what}"
 
 
 class Segment:

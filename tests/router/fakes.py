@@ -7,7 +7,6 @@ import contextlib
 import json
 import ssl
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import aiohttp
 from aiohttp import web
 from msgspec.structs import replace as replace_struct
 
+from tests.control.channel import eventually
 from tests.policy.builders import COST
 from vllm_tetri import cli, handover
 from vllm_tetri.control.agent import Agent
@@ -51,13 +51,6 @@ FREE = InstanceLoad(
     handover_token_s=1e-6,
     cost=COST,
 )
-
-
-async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 def info_of(name: str, role: Role, url: str = "http://127.0.0.1:1", **more: Any) -> InstanceInfo:
