@@ -294,12 +294,12 @@ def _nixl_pair(site: Site, system: System) -> Iterator[str]:
         yield url
 
 
-def metric(url: str, name: str) -> float:
-    """Return the sum of a server's Prometheus metric over its labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+def metric(url: str, name: str, label: str = "") -> float:
+    """Return the sum of a server's Prometheus metric over its labels, or over those with one."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         text = response.read().decode()
-    found = re.findall(rf"^{name}(?:\{{.*\}})? ([0-9.e+]+)", text, re.MULTILINE)
-    return sum(map(float, found))
+    labels = rf"\{{.*{label}.*\}}" if label else r"(?:\{.*\})?"
+    return sum(map(float, re.findall(rf"^{name}{labels} (\S+)", text, re.MULTILINE)))
 
 
 def get_json(url: str, key: str = "") -> dict[str, Any]:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate, count
 from pathlib import Path
 from random import Random
@@ -32,6 +29,7 @@ from examples.benchmarks.cluster import (
     add_site,
     conditions,
     get_json,
+    metric,
     our_cluster,
     parse,
 )
@@ -88,15 +86,12 @@ def serving(name: str, load: str, site: Site, options: argparse.Namespace) -> It
 
 def moved(url: str) -> dict[str, float]:
     """Return how many outputs moved, and mean seconds of these moves and of gaps in streams."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    total = sum(map(float, re.findall(r'tetri_moves_total{outcome="moved",.*} (\S+)', text)))
-    means = {}
-    for part in ("whole", "gap"):
-        line = rf'tetri_move_seconds_%s{{part="{part}"}} (\S+)'
-        seconds, num = (sum(map(float, re.findall(line % each, text))) for each in ("sum", "count"))
-        means[part] = seconds / num if num else 0.0
-    return {"moves": total, "move_s": means["whole"], "gap_s": means["gap"]}
+    found = {"moves": metric(url, "tetri_moves_total", 'outcome="moved"')}
+    for part, name in (("whole", "move_s"), ("gap", "gap_s")):
+        label = f'part="{part}"'
+        num = metric(url, "tetri_move_seconds_count", label)
+        found[name] = metric(url, "tetri_move_seconds_sum", label) / (num or 1)
+    return found
 
 
 def pauses(url: str, replies: Sequence[Reply]) -> list[tuple[float, float]]:
@@ -134,14 +129,12 @@ async def play(
 ) -> dict[str, Any]:
     """Send a schedule, and flip meanwhile if that is the load; return the cell's figures, of which
     completion times are in seconds of the modelled device."""
-    target, factor = Target(url, site.name, LIMIT_S), 1 / options.scale
+    target = Target(url, site.name, LIMIT_S)
     with client.client(site.cores) as asked:
         playing = asyncio.create_task(asyncio.to_thread(asked.play, target, requests))
         drains = await flips(url, playing, options) if load == "flips" else []
         raw = await playing
-    replies = [
-        replace(each, ttft_s=each.ttft_s * factor, jct_s=each.jct_s * factor) for each in raw
-    ]
+    replies = pace.in_device_time(raw, options.scale)
     cell: dict[str, Any] = {**figures(replies), **await asyncio.to_thread(moved, url)}
     if found := await asyncio.to_thread(pauses, url, raw):
         beyond, usual_s = (np.array(each) for each in zip(*found, strict=True))
@@ -149,7 +142,7 @@ async def play(
         cell |= {"gap_p50_ms": 1e3 * float(np.median(usual_s))}
         for name, part in {"p50": 0.5, "p99": 0.99}.items():
             cell[f"pause_{name}_steps"] = float(np.quantile(beyond / usual_s, part))
-    cell["jct_p99_s"] = float(np.quantile([each.jct_s for each in replies if not each.error], 0.99))
+    cell["jct_p99_s"] = cell["jct_p99_ms"] / 1e3
     if drains:
         cell |= {"flips": len(drains), "drain_p50_s": float(np.median(drains))}
         cell |= {"drain_p99_s": float(np.quantile(drains, 0.99)), "drains_s": drains}

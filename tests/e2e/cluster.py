@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from examples.benchmarks.cluster import metric
 from examples.benchmarks.faults import send
 from vllm_tetri.launch.machine import free_port
 
@@ -161,8 +162,7 @@ class Cluster(Process):
 
     def resumed(self) -> float:
         """How many streams broke off and were continued by another instance."""
-        line = r'^tetri_streams_broken_total{outcome="resumed"} (\S+)'
-        return sum(map(float, re.findall(line, metrics(self.url), re.MULTILINE)))
+        return metric(self.url, "tetri_streams_broken_total", 'outcome="resumed"')
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The processes of an instance, as they are now; its guard first."""

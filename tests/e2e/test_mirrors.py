@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.benchmarks.cluster import metric
 from examples.benchmarks.faults import send
 from tests.e2e.client import until
-from tests.e2e.cluster import Cluster, Stock, metrics, running
+from tests.e2e.cluster import Cluster, Stock, running
 from tests.e2e.compare import difference, merged, replies_to
 from tests.e2e.prompts import STREAM, chat, completion
 
@@ -39,12 +38,6 @@ def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         return asyncio.run(replies(stock.url))
 
 
-def copies(cluster: Cluster) -> Counter[str]:
-    line = r'tetri_mirrors_total{outcome="(\w+)"} ([\d.]+)'
-    found = re.findall(line, metrics(cluster.url))
-    return Counter({name: int(float(number)) for name, number in found})
-
-
 def rows(cluster: Cluster) -> list[Any]:
     """The requests of which there is a copy, with the longest first."""
     found = [row for row in cluster.requests() if row["mirror"]]
@@ -63,7 +56,7 @@ async def test_what_follows_a_copy_is_computed_again(own: Cluster, expected: lis
     send(own.processes(dead), signal.SIGKILL)
     for mine, theirs in zip(await asking, expected, strict=True):
         assert not difference(mine, theirs)
-    assert copies(own)["used"] > 0
+    assert metric(own.url, "tetri_mirrors_total", 'outcome="used"') > 0
     computed = own.instances()[second["instance"]]["prompt_tokens_done"] - before
     assert computed < tail + PROMPT / 2  # else all of it is
     await until(lambda: own.are_ready(3), "all are ready again", 60)
