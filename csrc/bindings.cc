@@ -114,11 +114,6 @@ struct PyTransfer {
     const NoGil unlocked;
     return core->write(source, first_block, std::move(copied), tag);
   }
-  Status read(const PyLayout& layout, uint64_t first_block, const Ids& ids, double timeout_s) {
-    std::vector<int32_t> copied = to_vector(ids);
-    const NoGil unlocked;
-    return core->read(layout.core, first_block, std::move(copied), tetri::from_seconds(timeout_s));
-  }
 };
 
 struct PyOrder {
@@ -309,7 +304,6 @@ void bind_sender(py::module_& module) {
                              [](const PyTransfer& it) { return it.core->bytes_sent(); })
       .def_property_readonly("quiesced", [](const PyTransfer& it) { return it.core->quiesced(); })
       .def("write", &PyTransfer::write, "layout"_a, "first_block"_a, "block_ids"_a, "tag"_a = 0)
-      .def("read", &PyTransfer::read, "layout"_a, "first_block"_a, "block_ids"_a, "timeout_s"_a)
       .def(
           "finish", [](PyTransfer& it) { it.core->finish(); }, Unlocked())
       .def("cancel", [](PyTransfer& it) { it.core->cancel(); }, Unlocked());

@@ -15,7 +15,6 @@ namespace {
 constexpr auto kHandshakeTime = std::chrono::seconds(5);
 constexpr auto kStallTime = std::chrono::seconds(30);
 constexpr size_t kMaxQueuedOut = 1 << 20;
-constexpr size_t kMaxReads = 1024;
 constexpr size_t kMaxMessages = 1024;
 constexpr int kReceivesPerTurn = 16;
 constexpr size_t kMaxLocked = 128 << 10;  // received under the lock: some 20 microseconds
@@ -181,14 +180,6 @@ void Connection::handle_control(const Frame& frame, TimePoint now) {
       return handle_open(decode<Open>(frame), now);
     case Type::kMessage:
       return handle_message(decode<Message>(frame), now);
-    case Type::kRead: {
-      if (writer_.shared) throw FrameError("only a writer over TCP reads by frames");
-      if (reads_.size() >= kMaxReads) throw FrameError("too many reads at once");
-      const auto read = decode<Read>(frame);
-      if (read.length == 0) throw FrameError("empty read");
-      reads_.push_back(read);
-      return serve_reads(now);
-    }
     default:
       break;
   }
@@ -228,36 +219,6 @@ void Connection::handle_message(Message message, TimePoint now) {
     state_.changed.notify_all();
   }
   send(encode(ack), now);
-}
-
-void Connection::serve_reads(TimePoint now) {
-  while (!reads_.empty() && out_.empty() && answer_read(reads_.front())) {
-    flush(now);
-  }
-}
-
-// False when the read must wait for data that is still on its way.
-bool Connection::answer_read(Read& read) {
-  ReadData answer;
-  answer.read = read.read;
-  answer.status = static_cast<uint32_t>(Status::kStale);
-  const uint64_t length = std::min<uint64_t>(read.length, kMaxReadBytes);
-  {
-    const std::lock_guard lock(state_.mutex);
-    const auto received = state_.table.received_bytes(read.generation, writer_);
-    if (received && *received < read.after_bytes) return false;
-    const auto place = state_.table.writable(read.generation, writer_, read.offset, length);
-    if (place) {
-      answer.status = static_cast<uint32_t>(Status::kOk);
-      answer.offset = read.offset;
-      answer.payload.assign(reinterpret_cast<const char*>(state_.segment.data() + *place), length);
-    }
-  }
-  read.offset += length;
-  read.length -= length;
-  if (answer.payload.empty() || read.length == 0) reads_.pop_front();
-  out_ += encode(std::move(answer));
-  return true;
 }
 
 void Connection::read_data(TimePoint now) {
@@ -320,7 +281,6 @@ void Connection::finish_payload(TimePoint now) {
   std::memcpy(&sum, tail_.data(), sizeof(sum));
   const bool gave_up = sum == kGaveUp;  // the reason follows on the control connection
   const bool corrupt = !discarding_ && !gave_up && sum != sum_of_frame(sum_);
-  Connection* control = service_.session(session_);
   {
     const std::lock_guard lock(state_.mutex);
     state_.counters.bytes_received += length_;
@@ -332,15 +292,15 @@ void Connection::finish_payload(TimePoint now) {
       state_.table.discarded(generation_, writer_);
     }
   }
-  if (control == nullptr) throw LinkError(Status::kPeerLost, "the session ended");
-  if (!corrupt && !discarding_) control->serve_reads(now);  // else `notify` does
+  if (service_.session(session_) == nullptr) {
+    throw LinkError(Status::kPeerLost, "the session ended");
+  }
 }
 
 void Connection::notify(const Notice& notice, TimePoint now) {
   if (phase_ != Phase::kControl) return;
   if (notice.confirm) return send(encode(Confirm{notice.generation}), now);
   send(encode(Stop{notice.generation, static_cast<uint32_t>(notice.status), notice.reason}), now);
-  serve_reads(now);  // those of an ended slot get their answer now
 }
 
 void Connection::send(const std::string& frame, TimePoint now) {
@@ -356,7 +316,6 @@ void Connection::send(const std::string& frame, TimePoint now) {
 void Connection::writable(TimePoint now) {
   flush(now);
   if (phase_ == Phase::kDraining && out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
-  serve_reads(now);
 }
 
 void Connection::flush(TimePoint now) {
@@ -373,7 +332,6 @@ void Connection::drain(TimePoint now) {
   if (phase_ == Phase::kDraining) return;
   handshake_deadline_ = now + (writer_.shared ? kRemoteWriteTime : kHandshakeTime);
   phase_ = Phase::kDraining;
-  reads_.clear();
   if (out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
 }
 

@@ -19,7 +19,6 @@ class MovedLink : public Link {
     op->transfer->fail(Status::kInvalid, "the caller moves the writes of this link");
     completed_.push_back(std::move(op));
   }
-  void read(const Grant&, ReadOpPtr op, uint64_t) override { op->settle(Status::kInvalid); }
   void cancel(const Transfer&) override {}
   bool pump() override { return false; }
 };
@@ -65,7 +64,7 @@ class Dial {
     if (choice.kind == "shm") {
       session.link = make_shm_link(segment_);
     } else if (choice.kind == "tcp") {
-      session.link = make_tcp_link(join(welcome.session), control);
+      session.link = make_tcp_link(join(welcome.session));
     } else {
       session.link = std::make_unique<MovedLink>();
     }

@@ -86,15 +86,6 @@ void Layout::scatter_block(uint64_t block, const uint8_t* source) const {
   }
 }
 
-void Layout::scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
-                           uint64_t length) const {
-  pieces(ids, begin, begin + length, [&](uint8_t* pointer, uint64_t bytes) {
-    std::memcpy(pointer, source, bytes);
-    source += bytes;
-    return true;
-  });
-}
-
 void Layout::copy_rows(const std::vector<int32_t>& ids, uint8_t* memory, uint64_t size,
                        const std::vector<int32_t>& rows, bool to_blocks) const {
   check_ids(ids);

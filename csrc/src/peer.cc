@@ -182,8 +182,6 @@ void Peer::apply_granted(Entry& entry, Command& command) {
       return write(entry, command.write);
     case Command::Kind::kStaged:
       return session_.link->write(entry.grant, command.write);
-    case Command::Kind::kRead:
-      return session_.link->read(entry.grant, command.read, entry.bytes_queued);
     case Command::Kind::kFinish:
       entry.finishing = true;
       return finish_if_ready(entry);

@@ -75,8 +75,6 @@ void Peer::handle(const Frame& frame) {
       return handle_opened(decode<Opened>(frame));
     case Type::kStop:
       return handle_stop(decode<Stop>(frame));
-    case Type::kReadData:
-      return session_.link->read_data(decode<ReadData>(frame));
     case Type::kConfirm: {
       const auto found = generations_.find(decode<Confirm>(frame).generation);
       if (found == generations_.end()) return;
@@ -180,7 +178,6 @@ void Peer::drop(Command& command, Status status, const std::string& error) {
     if (status == Status::kClosed) command.transfer->sender_closed();
     command.transfer->fail(status, error);
   }
-  if (command.read) command.read->settle(status);
   if (command.message) {
     command.message->settle(status);
     const std::lock_guard lock(mutex_);

@@ -58,7 +58,7 @@ TransferPtr Sender::open(const std::string& endpoint, const std::string& transfe
   const std::lock_guard lock(mutex_);
   const std::shared_ptr<Peer> receiver = peer(endpoint);
   auto opened = std::make_shared<Transfer>(shared_, receiver, transfer, num_blocks, block_bytes);
-  if (!receiver || !receiver->post({Command::Kind::kOpen, opened, nullptr, nullptr, nullptr})) {
+  if (!receiver || !receiver->post({Command::Kind::kOpen, opened, nullptr, nullptr})) {
     opened->fail(Status::kClosed, "the sender was closed");
   }
   return opened;
@@ -74,7 +74,7 @@ Status Sender::send(const std::string& endpoint, std::string message, Duration t
   {
     const std::lock_guard lock(mutex_);
     const std::shared_ptr<Peer> receiver = peer(endpoint);
-    if (!receiver || !receiver->post({Command::Kind::kMessage, nullptr, nullptr, nullptr, op})) {
+    if (!receiver || !receiver->post({Command::Kind::kMessage, nullptr, nullptr, op})) {
       return Status::kClosed;
     }
   }
@@ -111,7 +111,7 @@ void Sender::exclude(const std::string& endpoint, const std::string& kind) {
   }
   const auto found = peers_.find(endpoint);
   if (found == peers_.end()) return;
-  found->second->post({Command::Kind::kExclude, nullptr, nullptr, nullptr, nullptr});
+  found->second->post({Command::Kind::kExclude, nullptr, nullptr, nullptr});
 }
 
 bool Sender::wait(Duration timeout) {

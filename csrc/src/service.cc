@@ -145,8 +145,6 @@ void Service::serve(uint64_t id, uint32_t events, TimePoint now) {
   }
   watch(connection);
   next_sweep_ = std::min(next_sweep_, connection.deadline());
-  Connection* control = session(connection.session_id());
-  if (control != nullptr && control != &connection) watch(*control);  // data made it answer
 }
 
 void Service::broke_protocol(Connection& connection, const std::string& reason, TimePoint now) {
@@ -210,8 +208,6 @@ void Service::deliver(const Notice& notice, TimePoint now) {
     connection.notify(notice, now);
     watch(connection);
     next_sweep_ = std::min(next_sweep_, connection.deadline());
-  } catch (const FrameError& error) {  // of a read that waited for this
-    broke_protocol(connection, error.what(), now);
   } catch (const LinkError& error) {
     if (error.status == Status::kPeerLost) {
       remove(notice.connection, error.what(), now);

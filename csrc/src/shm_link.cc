@@ -17,18 +17,13 @@ class ShmLink : public Link {
   explicit ShmLink(std::shared_ptr<const Segment> segment) : segment_(std::move(segment)) {}
 
   void write(const Grant& grant, WriteOpPtr op) override {
-    jobs_.push_back({grant, std::move(op), nullptr, 0});
-  }
-
-  void read(const Grant& grant, ReadOpPtr op, uint64_t) override {
-    jobs_.push_back({grant, nullptr, std::move(op), 0});
+    jobs_.push_back({grant, std::move(op), 0});
   }
 
   void cancel(const Transfer& transfer) override {
     const auto ours = [&](const Job& job) {
-      const TransferPtr& owner = job.write ? job.write->transfer : job.read->transfer;
-      if (owner.get() != &transfer) return false;
-      finish(job, Status::kCancelled);
+      if (job.write->transfer.get() != &transfer) return false;
+      completed_.push_back(job.write);
       return true;
     };
     jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), ours), jobs_.end());
@@ -39,10 +34,8 @@ class ShmLink : public Link {
     while (budget > 0 && !jobs_.empty()) {
       Job& job = jobs_.front();
       const uint64_t before = job.next_block;
-      const bool through = job.write ? copy_out(job, budget) : copy_back(job);
-      const uint64_t block_bytes =
-          (job.write ? job.write->layout : job.read->layout)->payload_bytes();
-      const uint64_t copied = (job.next_block - before) * block_bytes;
+      const bool through = copy_out(job, budget);
+      const uint64_t copied = (job.next_block - before) * job.write->layout->payload_bytes();
       budget -= std::min(budget, std::max<uint64_t>(copied, 1));
       if (through) jobs_.pop_front();
     }
@@ -53,14 +46,8 @@ class ShmLink : public Link {
   struct Job {
     Grant grant;
     WriteOpPtr write;
-    ReadOpPtr read;
     uint64_t next_block;
   };
-
-  void finish(const Job& job, Status status) {
-    if (job.write) completed_.push_back(job.write);
-    if (job.read) job.read->settle(status);
-  }
 
   // True when the job is through, or has nothing left to do because its slot or transfer is over.
   bool copy_out(Job& job, uint64_t budget) {
@@ -68,7 +55,7 @@ class ShmLink : public Link {
     const bool fits = is_inside(*segment_, job.grant, op.begin(), op.span());
     if (!fits) op.transfer->fail(Status::kInvalid, "the receiver granted a slot outside its arena");
     if (!fits || !op.transfer->begin_copy()) {
-      finish(job, Status::kOk);
+      completed_.push_back(job.write);
       return true;
     }
     ControlWord& word = segment_->control()[job.grant.control];
@@ -87,25 +74,7 @@ class ShmLink : public Link {
     }
     op.transfer->end_copy(copied);
     if (!ended && job.next_block < op.ids.size()) return false;
-    finish(job, Status::kOk);
-    return true;
-  }
-
-  bool copy_back(Job& job) {
-    ReadOp& op = *job.read;
-    Status result = Status::kStale;
-    const Grant& grant = job.grant;
-    const auto is_live = [&] { return segment_->control()[grant.control].is_of(grant.generation); };
-    if (is_inside(*segment_, grant, op.begin(), op.bytes()) && is_live()) {
-      const std::lock_guard lock(op.mutex);
-      if (!op.abandoned) {
-        op.layout->scatter_range(op.ids, 0, segment_->data() + grant.offset + op.begin(),
-                                 op.bytes());
-      }
-      if (is_live()) result = Status::kOk;
-    }
-    job.next_block = op.ids.size();
-    finish(job, result);
+    completed_.push_back(job.write);
     return true;
   }
 

@@ -193,14 +193,6 @@ void SlotTable::discarded(uint64_t generation, const WriterId& id) {
                       "the slot belongs to another transfer by now"});
 }
 
-std::optional<uint64_t> SlotTable::received_bytes(uint64_t generation, const WriterId& id) const {
-  auto* self = const_cast<SlotTable*>(this);
-  Record* record = self->filling(generation);
-  const Writer* writer = record == nullptr ? nullptr : self->writer_of(*record, id);
-  if (writer == nullptr) return std::nullopt;
-  return writer->received;
-}
-
 void SlotTable::done(const Done& done, const WriterId& id, TimePoint now) {
   Record* record = filling(done.generation);
   Writer* writer = record == nullptr ? nullptr : writer_of(*record, id);

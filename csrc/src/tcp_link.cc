@@ -45,7 +45,7 @@ const std::array<uint8_t, 65536> kFiller{};
 
 class TcpLink : public Link {
  public:
-  TcpLink(std::vector<Fd> streams, ControlChannel& control) : control_(control) {
+  explicit TcpLink(std::vector<Fd> streams) {
     for (Fd& fd : streams) {
       streams_.emplace_back();
       streams_.back().fd = std::move(fd);
@@ -62,12 +62,6 @@ class TcpLink : public Link {
     }
   }
 
-  void read(const Grant& grant, ReadOpPtr op, uint64_t written) override {
-    const Read read{next_read_++, grant.generation, op->begin(), op->bytes(), written};
-    reads_.emplace(read.read, op);
-    control_.send(encode(read));
-  }
-
   void cancel(const Transfer& transfer) override {
     const auto ours = [&](const Job& job) { return job.op->transfer.get() == &transfer; };
     for (const Job& job : queue_) {
@@ -81,14 +75,6 @@ class TcpLink : public Link {
         if (ours(*job)) complete(*job, job->end - job->begin);
       }
       stream.jobs.erase(std::remove_if(first, stream.jobs.end(), ours), stream.jobs.end());
-    }
-    for (auto read = reads_.begin(); read != reads_.end();) {
-      if (read->second->transfer.get() != &transfer) {
-        ++read;
-        continue;
-      }
-      read->second->settle(Status::kCancelled);
-      read = reads_.erase(read);
     }
   }
 
@@ -115,27 +101,6 @@ class TcpLink : public Link {
       if ((fd.revents & POLLOUT) != 0) stream.blocked = false;
       if ((fd.revents & (POLLIN | POLLHUP | POLLERR)) != 0) end_of(stream);
     }
-  }
-
-  void read_data(ReadData data) override {
-    const auto found = reads_.find(data.read);
-    if (found == reads_.end()) return;
-    const ReadOpPtr op = found->second;
-    const bool good = data.status == static_cast<uint32_t>(Status::kOk) &&
-                      data.offset == op->begin() + op->filled && !data.payload.empty() &&
-                      data.payload.size() <= op->bytes() - op->filled;
-    if (good) {
-      const std::lock_guard lock(op->mutex);
-      if (!op->abandoned) {
-        op->layout->scatter_range(op->ids, op->filled,
-                                  reinterpret_cast<const uint8_t*>(data.payload.data()),
-                                  data.payload.size());
-      }
-      op->filled += data.payload.size();
-    }
-    if (good && op->filled < op->bytes()) return;
-    op->settle(good ? Status::kOk : Status::kStale);
-    reads_.erase(found);
   }
 
  private:
@@ -260,18 +225,15 @@ class TcpLink : public Link {
     }
   }
 
-  ControlChannel& control_;
   std::vector<Stream> streams_;
   std::deque<Job> queue_;
   std::unordered_map<const WriteOp*, uint64_t> left_;  // bytes not yet sent
-  std::unordered_map<uint64_t, ReadOpPtr> reads_;
-  uint64_t next_read_ = 1;
 };
 
 }  // namespace
 
-std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams, ControlChannel& control) {
-  return std::make_unique<TcpLink>(std::move(streams), control);
+std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams) {
+  return std::make_unique<TcpLink>(std::move(streams));
 }
 
 }  // namespace tetri

@@ -17,17 +17,16 @@ bool is_over(TransferState state) {
 
 }  // namespace
 
-void Ticket::settle(Status result) {
+void MessageOp::settle(Status result) {
   const std::lock_guard lock(mutex);
   if (status == Status::kPending) status = result;
   changed.notify_all();
 }
 
-Status Ticket::wait(Duration timeout) {
+Status MessageOp::wait(Duration timeout) {
   std::unique_lock lock(mutex);
   if (!changed.wait_for(lock, timeout, [&] { return status != Status::kPending; })) {
     status = Status::kTimeout;
-    abandoned = true;
   }
   return status;
 }
@@ -111,7 +110,7 @@ Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32
            "more than " + std::to_string(shared_->options.max_queued_blocks) +
                " blocks are queued for sending; the receiver or the link is too slow");
     lock.unlock();
-    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
+    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr});
     return Status::kFull;
   }
   const uint64_t bytes = layout->payload_bytes();
@@ -121,31 +120,8 @@ Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32
   auto op = std::make_shared<WriteOp>(shared_from_this(), std::move(layout), first_block,
                                       std::move(ids), tag);
   // Posted under the lock, so that a write never overtakes another one or its finish.
-  const bool posted = post({Command::Kind::kWrite, op->transfer, op, nullptr, nullptr});
+  const bool posted = post({Command::Kind::kWrite, op->transfer, op, nullptr});
   return posted ? Status::kOk : Status::kClosed;
-}
-
-Status Transfer::read(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
-                      Duration timeout) {
-  check(*layout, first_block, ids);
-  if (!layout->is_whole() || layout->is_device()) {
-    throw std::invalid_argument("blocks are read back to whole pages of host memory only");
-  }
-  auto op = std::make_shared<ReadOp>();
-  {
-    const std::lock_guard lock(mutex_);
-    if (is_over(state_)) return state_ == TransferState::kDone ? Status::kStale : status_;
-    if (finishing_) return Status::kInvalid;
-    if (ids.empty()) return Status::kOk;
-    op->transfer = shared_from_this();
-    op->layout = std::move(layout);
-    op->first_block = first_block;
-    op->ids = std::move(ids);
-    if (!post({Command::Kind::kRead, op->transfer, nullptr, op, nullptr})) {
-      return Status::kClosed;
-    }
-  }
-  return op->wait(timeout);
 }
 
 void Transfer::finish() {
@@ -158,10 +134,10 @@ void Transfer::finish() {
            "finished although block " + std::to_string(block) + " of " +
                std::to_string(num_blocks_) + " was never written, or not all of it");
     lock.unlock();
-    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
+    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr});
     return;
   }
-  post({Command::Kind::kFinish, shared_from_this(), nullptr, nullptr, nullptr});
+  post({Command::Kind::kFinish, shared_from_this(), nullptr, nullptr});
 }
 
 void Transfer::cancel() {
@@ -170,7 +146,7 @@ void Transfer::cancel() {
     if (is_over(state_)) return;
     settle(TransferState::kCancelled, Status::kCancelled, "cancelled");
   }
-  post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
+  post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr});
 }
 
 bool Transfer::begin_copy() {
@@ -192,7 +168,7 @@ bool Transfer::is_copying() const {
 }
 
 void Transfer::order_ended(WriteOpPtr op) {
-  post({Command::Kind::kOrderEnded, shared_from_this(), std::move(op), nullptr, nullptr});
+  post({Command::Kind::kOrderEnded, shared_from_this(), std::move(op), nullptr});
 }
 
 std::shared_ptr<std::atomic<bool>> Transfer::order_staged(const WriteOp& op, LayoutPtr layout) {
@@ -203,7 +179,7 @@ std::shared_ptr<std::atomic<bool>> Transfer::order_staged(const WriteOp& op, Lay
   auto staged = std::make_shared<WriteOp>(shared_from_this(), std::move(layout), op.first_block,
                                           std::move(rows));
   const auto unread = staged->unread = std::make_shared<std::atomic<bool>>(false);
-  post({Command::Kind::kStaged, shared_from_this(), std::move(staged), nullptr, nullptr});
+  post({Command::Kind::kStaged, shared_from_this(), std::move(staged), nullptr});
   return unread;
 }
 

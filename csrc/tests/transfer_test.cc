@@ -67,12 +67,9 @@ void push_and_compare(const Links& links) {
   const TransferPtr transfer =
       sender.open(receiver.endpoint(), "t", kBlocks, source.layout->block_bytes());
   CHECK(transfer->write(source.layout, 0, ids) == Status::kOk);
-  CHECK(transfer->read(target.layout, 0, ids, seconds(10)) == Status::kOk);
-  CHECK(target.memory == source.memory);
   transfer->finish();
   eventually([&] { return transfer->state() == TransferState::kDone; });
   Arena arena(receiver.segment());
-  std::fill(target.memory.begin(), target.memory.end(), uint8_t{0});
   arena.load(receiver.take("t")->offset, 0, *target.layout, ids);
   CHECK(target.memory == source.memory);
   receiver.release("t");

@@ -28,16 +28,7 @@ def peer_frame(rng: Random, known: list[int]) -> bytes:
     names = ("a", "b", "", "x" * 2000, b"\xff\xfe")
     several = (number(rng, known) for _ in iter(int, 1))
     kind = rng.choice(
-        (
-            wire.OPEN,
-            wire.DONE,
-            wire.CANCEL,
-            wire.STOPPED,
-            wire.READ,
-            wire.MESSAGE,
-            wire.HELLO,
-            wire.PROGRESS,
-        )
+        (wire.OPEN, wire.DONE, wire.CANCEL, wire.STOPPED, wire.MESSAGE, wire.HELLO, wire.PROGRESS)
     )
     match kind:
         case wire.OPEN:
@@ -46,8 +37,6 @@ def peer_frame(rng: Random, known: list[int]) -> bytes:
             body = next(several) + next(several)
         case wire.CANCEL:
             body = next(several) + wire.text(rng.choice(names))
-        case wire.READ:
-            body = b"".join(next(several) for _ in range(5))
         case wire.MESSAGE:
             body = next(several) + wire.text(rng.randbytes(rng.randrange(100)))
         case _:
@@ -153,7 +142,6 @@ def false_answers(rng: Random, kind: int, body: bytes) -> bytes | None:
     }
     unasked = (
         wire.frame(wire.STOP, struct.pack("<QI", 5, rng.randrange(20)) + wire.text(b"\xff\xfe")),
-        wire.frame(wire.READ_DATA, struct.pack("<QIQ", 1, 0, 7) + wire.text(b"x" * 100)),
         wire.frame(wire.CONFIRM, struct.pack("<Q", 5)),
         wire.frame(wire.REFUSED, wire.text(b"\xff\0" * 3000)),
         wire.frame(wire.OPENED, struct.pack("<QIQQI", 1, 3, 5, 0, 9999) + wire.text(b"\xfe")),

@@ -134,20 +134,6 @@ def test_parts_of_a_slot_load_alone(core: Backend) -> None:
         arena.load(slot.offset, 0, target.layout, np.array([0], np.int32))
 
 
-def test_read_returns_what_was_written_before(core: Backend) -> None:
-    receiver, sender = core.receiver(arena_bytes=8 << 20), core.sender()
-    cache = core.cache(2, 64, 32768, seed=1)
-    back = core.cache(2, 64, 32768)
-    ids = np.arange(64, dtype=np.int32)
-    transfer = sender.open(receiver.endpoint, "t", 64, cache.layout.block_bytes)
-    transfer.write(cache.layout, 0, ids)
-    assert transfer.read(back.layout, 10, ids[:50], 10.0) == Status.OK
-    assert back.bytes_of(range(50)) == cache.bytes_of(range(10, 60))
-    transfer.finish()
-    assert ended(transfer) == TransferState.DONE
-    assert transfer.read(back.layout, 0, ids, 1.0) == Status.STALE
-
-
 def test_messages_arrive_in_order(core: Backend) -> None:
     receiver, sender = core.receiver(), core.sender()
     for index in range(5):
@@ -186,8 +172,6 @@ def test_ids_and_ranges_are_checked_at_entry(core: Backend, first: int, ids: lis
     transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
     with pytest.raises(ValueError, match="outside"):
         transfer.write(cache.layout, first, np.array(ids, np.int32))
-    with pytest.raises(ValueError, match="outside"):
-        transfer.read(cache.layout, first, np.array(ids, np.int32), 1.0)
     transfer.cancel()
 
 

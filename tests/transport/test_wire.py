@@ -55,24 +55,6 @@ def test_sizes_that_overflow_are_refused(tcp: Backend) -> None:
     assert empty(receiver)
 
 
-def test_a_read_that_is_looked_at_late_ends_only_its_connection(tcp: Backend) -> None:
-    receiver = tcp.receiver()
-    with Rogue(receiver.endpoint) as rogue:
-        rogue.greet(IDENTITY, shm=False)
-        _, first, _, _ = rogue.open("first", 1, 4096)
-        _, second, _, _ = rogue.open("second", 1, 4096)
-        rogue.send(wire.frame(wire.READ, struct.pack("<QQQQQ", 1, first, 0, 64, 1)))  # it waits
-        rogue.send(wire.frame(wire.READ, struct.pack("<QQQQQ", 2, second, 1 << 40, 64, 0)))
-        rogue.send(wire.frame(wire.MESSAGE, struct.pack("<Q", 1) + wire.text("here")))
-        eventually(lambda: receiver.receive() == b"here")
-        receiver.cancel("first")
-        rogue.socket.settimeout(5.0)
-        assert rogue.at_end()
-    eventually(lambda: empty(receiver))
-    assert receiver.stats().bad_frames == 1
-    tcp.still_works(receiver)
-
-
 def test_stale_and_misplaced_data_never_reach_the_arena(tcp: Backend) -> None:
     receiver = tcp.receiver(arena_bytes=8192)
     with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:

@@ -10,8 +10,8 @@ from typing import Any
 MAGIC = 0x564B5454
 VERSION = 3
 HELLO, WELCOME, REFUSED, LINK, JOIN, JOINED, OPEN, OPENED, DATA, DONE = range(1, 11)
-CONFIRM, CANCEL, STOP, STOPPED, READ, READ_DATA, MESSAGE, MESSAGE_ACK = range(11, 19)
-PROGRESS = 21
+CONFIRM, CANCEL, STOP, STOPPED = range(11, 15)
+MESSAGE, MESSAGE_ACK, PROGRESS = 17, 18, 21
 
 
 def frame(kind: int, body: bytes = b"", version: int = VERSION) -> bytes:

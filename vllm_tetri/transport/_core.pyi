@@ -183,10 +183,6 @@ class Transfer:
         must not change until `quiesced` (or DONE). A layout that skips bytes fills only part of
         each block; all parts must have been written before `finish`. What this library cannot
         move becomes an order with this tag."""
-    def read(
-        self, layout: Layout, first_block: int, block_ids: NDArray[np.int32], timeout_s: float
-    ) -> Status:
-        """(waits) Copy blocks back from the slot, ordered after earlier writes."""
     def finish(self) -> None:
         """Announce the last write; DONE follows when the receiver has everything."""
     def cancel(self) -> None:

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <array>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,8 +31,6 @@ class Connection {
   // Queues a frame and tries to send it.
   void send(const std::string& frame, TimePoint now);
   void notify(const Notice& notice, TimePoint now);
-  // Answers reads that waited for data of this session to arrive.
-  void serve_reads(TimePoint now);
   // Sends the reason and closes: the peer gets what is queued, then end of file.
   void refuse(const std::string& reason, TimePoint now);
   // Only waits for the peer to close from here on: for some time, or forever if only its kernel
@@ -72,7 +69,6 @@ class Connection {
   void handle_open(const Open& open, TimePoint now);
   void handle_message(Message message, TimePoint now);
   void join(uint64_t session, TimePoint now);
-  bool answer_read(Read& read);
   void flush(TimePoint now);
 
   const uint64_t id_;
@@ -93,7 +89,6 @@ class Connection {
 
   FrameParser parser_;
   std::string out_;
-  std::deque<Read> reads_;
 
   // Data connections: the frame under way.
   std::array<uint8_t, kHeaderSize + kDataPrefixBytes> head_{};

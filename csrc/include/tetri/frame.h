@@ -21,7 +21,6 @@ constexpr uint16_t kVersion = 3;
 constexpr size_t kHeaderSize = 12;
 constexpr uint32_t kMaxControlBytes = 160 << 10;
 constexpr uint32_t kMaxMessageBytes = 64 << 10;
-constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
 constexpr uint32_t kDataChunkBytes = 512 << 10;
 constexpr size_t kDataPrefixBytes = 16;  // generation, offset
 constexpr size_t kDataSumBytes = 8;      // after the bytes, over all before it but the header
@@ -35,27 +34,26 @@ constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire order is the host's order");
 
 enum class Type : uint16_t {
-  kHello = 1,   // sender: who I am
-  kWelcome,     // receiver: identity fits; these links reach me
-  kRefused,     // receiver: reason, then the connection ends
-  kLink,        // sender: the link that it will use; ends the handshake
-  kJoin,        // sender, on a new connection: carries data of that session
-  kJoined,      // receiver
-  kOpen,        // sender: a slot, please
-  kOpened,      // receiver: granted, full or refused
-  kData,        // sender, data connections only: generation, offset, bytes, checksum
-  kDone,        // sender: that was all, with the number of bytes
-  kConfirm,     // receiver: everything of this rank is here
-  kCancel,      // sender: forget it; it has stopped writing
-  kStop,        // receiver: this slot is no longer yours; stop writing and say so
-  kStopped,     // sender: it has stopped writing
-  kRead,        // sender: bytes of its own slot, please
-  kReadData,    // receiver
-  kMessage,     // sender: a small message
-  kMessageAck,  // receiver
-  kChallenge,   // both, before all others: random bytes to prove oneself by
-  kProof,       // both: who has sent it holds the key
-  kProgress,    // sender: it has written into the slot where the receiver cannot see it
+  kHello = 1,  // sender: who I am
+  kWelcome,    // receiver: identity fits; these links reach me
+  kRefused,    // receiver: reason, then the connection ends
+  kLink,       // sender: the link that it will use; ends the handshake
+  kJoin,       // sender, on a new connection: carries data of that session
+  kJoined,     // receiver
+  kOpen,       // sender: a slot, please
+  kOpened,     // receiver: granted, full or refused
+  kData,       // sender, data connections only: generation, offset, bytes, checksum
+  kDone,       // sender: that was all, with the number of bytes
+  kConfirm,    // receiver: everything of this rank is here
+  kCancel,     // sender: forget it; it has stopped writing
+  kStop,       // receiver: this slot is no longer yours; stop writing and say so
+  kStopped,    // sender: it has stopped writing
+
+  kMessage = 17,  // sender: a small message; nothing has 15 and 16 any more
+  kMessageAck,    // receiver
+  kChallenge,     // both, before all others: random bytes to prove oneself by
+  kProof,         // both: who has sent it holds the key
+  kProgress,      // sender: it has written into the slot where the receiver cannot see it
 };
 
 class FrameError : public std::runtime_error {
@@ -200,22 +198,6 @@ struct Stop {
   uint32_t status = 0;
   std::string reason;
   auto fields() { return std::tie(generation, status, reason); }
-};
-
-struct Read {
-  static constexpr Type kType = Type::kRead;
-  uint64_t read = 0, generation = 0, offset = 0, length = 0;
-  uint64_t after_bytes = 0;  // answer when this many bytes of this rank have arrived
-  auto fields() { return std::tie(read, generation, offset, length, after_bytes); }
-};
-
-struct ReadData {
-  static constexpr Type kType = Type::kReadData;
-  uint64_t read = 0;
-  uint32_t status = 0;
-  uint64_t offset = 0;  // from the start of what was asked for
-  std::string payload;
-  auto fields() { return std::tie(read, status, offset, payload); }
 };
 
 struct Message {

@@ -77,9 +77,6 @@ class Layout {
     }
   }
 
-  void scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
-                     uint64_t length) const;
-
   // Copies block ids[i] to the i-th of `rows` of the `size` bytes at `memory`, which are as long as
   // a block, or with `to_blocks` back. Throws std::invalid_argument when anything is out of range.
   void copy_rows(const std::vector<int32_t>& ids, uint8_t* memory, uint64_t size,

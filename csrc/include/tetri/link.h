@@ -2,7 +2,7 @@
 //
 // The peer's thread makes every call, and a link never waits: `pump` moves what can be moved now.
 // Opening a slot and small messages travel over the control channel, which is the same for all
-// links; `write`, `read`, completion and `cancel` are the link's.
+// links; `write`, completion and `cancel` are the link's.
 #pragma once
 
 #include <poll.h>
@@ -31,8 +31,6 @@ class Link {
  public:
   virtual ~Link() = default;
   virtual void write(const Grant& grant, WriteOpPtr op) = 0;
-  // After everything written so far to the same slot, `written` bytes of it.
-  virtual void read(const Grant& grant, ReadOpPtr op, uint64_t written) = 0;
   // Drops what is queued for this transfer. When it returns, nothing reads the source any more.
   virtual void cancel(const Transfer& transfer) = 0;
   // Moves some bytes; true when it could go on at once. Throws LinkError when the peer is lost.
@@ -40,7 +38,6 @@ class Link {
   // Sockets to wait for, and what became of them.
   virtual void watch(std::vector<pollfd>*) const {}
   virtual void ready(const pollfd&) {}
-  virtual void read_data(ReadData) {}  // the answer to a read over the control channel
   // Writes that are through (or dropped because their transfer is over) since the last call.
   std::vector<WriteOpPtr> take_completed() { return std::exchange(completed_, {}); }
 
@@ -50,7 +47,7 @@ class Link {
 
 // `segment` is the receiver's arena, mapped and verified.
 std::unique_ptr<Link> make_shm_link(std::shared_ptr<const Segment> segment);
-// `streams` are data connections that have joined the session of `control`.
-std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams, ControlChannel& control);
+// `streams` are data connections that have joined the session.
+std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams);
 
 }  // namespace tetri

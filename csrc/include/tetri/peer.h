@@ -21,28 +21,17 @@ struct SenderShared;
 struct Command {
   // kOrderEnded: `write` was an order. kStaged: `write` replaces one. kExclude: the session's kind
   // of link may have been excluded.
-  enum class Kind {
-    kOpen,
-    kWrite,
-    kRead,
-    kFinish,
-    kCancel,
-    kMessage,
-    kOrderEnded,
-    kStaged,
-    kExclude
-  };
+  enum class Kind { kOpen, kWrite, kFinish, kCancel, kMessage, kOrderEnded, kStaged, kExclude };
   Kind kind;
   TransferPtr transfer;
   WriteOpPtr write;
-  ReadOpPtr read;
   MessageOpPtr message;
 };
 
 // A connection that has passed the handshake.
 struct Session {
   std::unique_ptr<ControlChannel> control;
-  std::unique_ptr<Link> link;  // after control: it may refer to it
+  std::unique_ptr<Link> link;
   RoutePtr route;
 };
 

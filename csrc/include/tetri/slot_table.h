@@ -88,7 +88,6 @@ class SlotTable {
                    const std::string& error, TimePoint now);
   // Bytes came that belong in no slot: the writer is told so, after why its slot ended.
   void discarded(uint64_t generation, const WriterId& writer);
-  std::optional<uint64_t> received_bytes(uint64_t generation, const WriterId& writer) const;
   void done(const Done& done, const WriterId& writer, TimePoint now);
   void cancelled_by_sender(const Cancel& cancel, const WriterId& writer, TimePoint now);
   void stopped(uint64_t generation, const WriterId& writer);

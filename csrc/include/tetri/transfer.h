@@ -49,33 +49,15 @@ struct WriteOp {
 };
 using WriteOpPtr = std::shared_ptr<WriteOp>;
 
-// Something that a caller waits for: a read, or a message. `mutex` also guards the memory that a
-// read fills: once `abandoned`, no thread writes there any more.
-struct Ticket {
+// A message, whose sender waits until it is settled.
+struct MessageOp {
+  std::string payload;
   std::mutex mutex;
   std::condition_variable changed;
   Status status = Status::kPending;
-  bool abandoned = false;
 
   void settle(Status result);
-  // Blocks; abandons the work when it takes longer.
-  Status wait(Duration timeout);
-};
-
-struct ReadOp : Ticket {
-  TransferPtr transfer;
-  LayoutPtr layout;
-  uint64_t first_block = 0;
-  std::vector<int32_t> ids;
-  uint64_t filled = 0;
-
-  uint64_t begin() const { return first_block * layout->block_bytes(); }
-  uint64_t bytes() const { return ids.size() * layout->block_bytes(); }
-};
-using ReadOpPtr = std::shared_ptr<ReadOp>;
-
-struct MessageOp : Ticket {
-  std::string payload;
+  Status wait(Duration timeout);  // blocks; kTimeout when it takes longer
 };
 using MessageOpPtr = std::shared_ptr<MessageOp>;
 
@@ -94,10 +76,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::string link() const;
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
   bool quiesced() const;
-  // Both throw std::invalid_argument for ids or ranges outside of the layout or the slot.
+  // Throws std::invalid_argument for ids or ranges outside of the layout or the slot.
   Status write(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids, uint64_t tag = 0);
-  Status read(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
-              Duration timeout);  // blocks
   void finish();
   void cancel();
 
