@@ -301,12 +301,12 @@ def metrics(url: str) -> str:
         return str(answer.read().decode())
 
 
-def post(url: str, body: Any) -> Any:
-    """The response of an order to a router."""
+def post(url: str, body: Any = None) -> Any:
+    """The response of an order to a router; None if it is no JSON, as those of vLLM may be."""
     order = urllib.request.Request(
         url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(order, timeout=30) as response:
+    with urllib.request.urlopen(order, timeout=60) as response, suppress(ValueError):
         return json.load(response)
 
 

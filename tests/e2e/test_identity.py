@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from shutil import copytree
-from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.client import Answer, ask, split_once, until
-from tests.e2e.cluster import CHUNK, SERVE, ByHand, Cluster, Process, Stock, get, running
+from tests.e2e.cluster import CHUNK, SERVE, ByHand, Cluster, Process, Stock, get, post, running
 from tests.e2e.prompts import completion
 from tests.tiny_model import SEED, quantized_model, tiny_model
 
@@ -98,12 +95,12 @@ async def test_kv_of_other_weights_is_not_exchanged_and_an_operator_reads_why(
         assert sent_bytes > 0
 
         url = cluster.instances()["copy"]["url"]
-        order(f"{url}/pause")
-        order(
+        post(f"{url}/pause")
+        post(
             f"{url}/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": str(instruct)}},
         )
-        order(f"{url}/resume")
+        post(f"{url}/resume")
         await until(lambda: get(f"{cluster.url}/tetri/v1/instances")["apart"], "it is told")
         renewed = await ask(cluster.url, body)
         assert renewed.headers["x-tetri-decode"] == "copy"
@@ -187,11 +184,3 @@ async def test_a_phase_has_weights_of_8_bits_if_an_operator_vouches_for_both_che
             unlike.append(not other.same_as(one))
         assert any(unlike)
         assert cluster.instances()["exact"]["kv_bytes_sent"] > 0
-
-
-def order(url: str, body: Any = None) -> None:
-    """One of vLLM's orders for developers, which need no valid JSON in their responses."""
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers, method="POST")
-    with urllib.request.urlopen(request, timeout=60) as response:
-        assert response.status == 200

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import signal
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 from examples.benchmarks.faults import send
 from examples.smollm2 import prepare
 from tests.e2e.client import Answer, ask_all, struck, until
-from tests.e2e.cluster import ByHand, Cluster, Stock, running, side_by_side
+from tests.e2e.cluster import ByHand, Cluster, Stock, post, running, side_by_side
 from tests.e2e.compare import difference, merged, replies_to
 from tests.e2e.prompts import STREAM, chat, completion
 from tests.gpu.catalogue import Skip
@@ -280,9 +279,3 @@ def sleep(device: str, folder: Path) -> dict[str, Any]:
     for mine, other in zip(after, before, strict=True):
         assert mine.same_as(other), f"after waking: {mine} != {other}"
     return {"freed_bytes": freed, "summary": f"{freed / 1e6:.0f} MB given back"}
-
-
-def post(url: str) -> None:
-    order = urllib.request.Request(url, data=b"", method="POST")
-    with urllib.request.urlopen(order, timeout=60) as response:
-        assert response.status == 200, f"{url}: {response.status}"
