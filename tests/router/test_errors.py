@@ -88,15 +88,18 @@ async def health(made: Cluster) -> set[int]:
 
 @pytest.mark.parametrize("where", ["p", "d"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_instances_own_complaint_reaches_the_client(where: str, is_streamed: bool) -> None:
+@pytest.mark.parametrize("error", [400, 501])
+async def test_an_instances_own_complaint_reaches_the_client(
+    where: str, is_streamed: bool, error: int
+) -> None:
     async def complain(*_: Any) -> web.StreamResponse:
-        return vllm_error("max_tokens must be at least 1", "max_tokens")
+        return vllm_error("max_tokens must be at least 1", "max_tokens", error)
 
     async with cluster(*pair()) as made:
         made[where].handler = complain
         status, answer, _ = await made.ask(max_tokens=0, stream=is_streamed)
 
-        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        assert (status, answer["error"]["param"]) == (error, "max_tokens")
         await eventually(lambda: made[where].cancelled)
         # A stream's error may be an event: the instance that refused is asked for that shape.
         assert len(made["p"].calls) == (2 if is_streamed and where == "p" else 1)

@@ -115,7 +115,7 @@ async def keep_alive(
     while not fake.chunk_gate.is_set():
         await stream.write(b": keep-alive\n\n")
         await asyncio.sleep(0.05)
-    await stream.write(b"data: [DONE]\n\n")
+    await stream.write(b'data: {"index": 0}\n\ndata: [DONE]\n\n')
     return stream
 
 

@@ -9,11 +9,13 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 import pytest
 
+from tests.router.fakes import info_of
 from tests.router.servers import OK, listening, says, serving
 from vllm_tetri.router import http_client, response
 from vllm_tetri.router.errors import ConnectionLost, Unreachable
 from vllm_tetri.router.http_client import HttpClient
 from vllm_tetri.router.upstream import Upstream, is_reachable
+from vllm_tetri.types import Role
 
 SILENCE_S = 30.0
 
@@ -402,6 +404,38 @@ async def test_closing_ends_connections_that_are_being_made() -> None:
             await sending
         assert len(client.connections) == 0
         await asyncio.sleep(0.05)  # the server closes what it has accepted
+
+
+async def test_a_connection_that_nobody_wants_when_it_is_made_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(says(OK)) as server, wires() as client:
+        sending = asyncio.create_task(whole(client, server.url))
+        await asyncio.sleep(0)
+        (connection,) = client.connections
+        is_made = connection.connection_made
+
+        def make(transport: asyncio.BaseTransport) -> None:
+            is_made(transport)
+            sending.cancel()
+
+        monkeypatch.setattr(connection, "connection_made", make)
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert len(client.connections) == 0
+
+
+@pytest.mark.parametrize(("num_comments", "rest"), [(1, b'data: {"choi'), (2, b"")])
+async def test_comments_before_a_stream_take_nothing_of_it_along(
+    num_comments: int, rest: bytes
+) -> None:
+    body = num_comments * b": keep-alive\n\n" + rest
+    sent = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    upstream = Upstream(SILENCE_S)
+    async with serving(says(sent)) as server:
+        answer = await upstream.http.send(server.url, "POST", "/", b"{}", {})
+        assert await upstream.first_chunk(info_of("b", Role.BOTH), answer) == rest
+    upstream.close()
 
 
 async def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:

@@ -128,6 +128,23 @@ async def test_a_head_that_does_not_come_in_time_is_408(is_second: bool) -> None
         await works(made)
 
 
+async def test_a_request_that_waits_behind_a_response_is_not_late() -> None:
+    (one,) = held_back(both())
+    limits = Limits(head_s=0.1)
+    async with cluster(one, limits=limits) as made, connected(made) as (reader, writer):
+        writer.write(post(GOOD))
+        await eventually(lambda: one.calls)
+        (connection,) = made.listener.connections
+        connection.pause_writing()  # as if its client did not read
+        one.chunk_gate.set()
+        await eventually(lambda: not len(made.scheduler.table))
+        writer.write(post(GOOD))
+        await asyncio.sleep(3 * limits.head_s)
+        connection.resume_writing()
+        for _ in range(2):
+            assert (await read_answer(reader)).status == 200
+
+
 async def test_a_body_that_does_not_come_in_time_is_408() -> None:
     async with cluster(both(), limits=QUICK) as made:
         async with connected(made) as (reader, writer):

@@ -95,11 +95,14 @@ async def test_a_decode_instance_that_cannot_read_the_media_is_replaced() -> Non
         assert headers["x-tetri-decode"] != "d1"
 
 
-@pytest.mark.parametrize(("part", "is_continued"), [(INLINE, True), (LINKED, False)])
+@pytest.mark.parametrize(
+    ("part", "num_received", "is_continued"),
+    [(INLINE, 4, True), (LINKED, 4, False), (LINKED, 1 + len(TEXTS), True)],  # it lacks only DONE
+)
 async def test_a_stream_of_one_instance_goes_on_if_its_media_are_the_same(
-    part: Any, is_continued: bool
+    part: Any, num_received: int, is_continued: bool
 ) -> None:
-    async with cluster(*two(writes(4), continuation), mode=Mode.WHOLE) as made:
+    async with cluster(*two(writes(num_received), continuation), mode=Mode.WHOLE) as made:
         raw, _ = await stream_of(made, CHAT, messages=saying(part))
         assert (b"[DONE]" in raw) == is_continued
         assert (b'"error"' in raw) == (not is_continued)

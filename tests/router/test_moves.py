@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, metric
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, hang, metric
 from tests.router.scripts import CHAT, PROMPT_IDS, Script, joined
 from tests.router.writers import (
     COMPLETION,
     PATHS,
     STREAM_HEADERS,
+    begin_stream,
     body_of,
     die,
     expected,
@@ -144,6 +145,30 @@ async def test_the_client_hears_the_other_instance_once_it_goes_on(path: str) ->
         (ended,) = both.made.scheduler.history.since(0)
         assert ended.reason.endswith("; moved to b (order)")
         assert both.a.cancelled == both.b.cancelled == []
+
+
+async def test_a_client_that_does_not_read_is_waited_for_before_and_after_a_move() -> None:
+    async with stage() as both:
+        is_full = asyncio.Event()
+
+        async def first(_: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+            events = script_of(request, body).events()
+            response = await begin_stream(request, events[0])
+            await is_full.wait()
+            await response.write(events[1])
+            return await hang()
+
+        both.a.handler = first
+        asking = asyncio.create_task(stream_of(both.made, COMPLETION))
+        await eventually(lambda: both.row().get("generated") == 1)
+        (connection,) = both.made.listener.connections
+        connection.pause_writing()
+        is_full.set()
+        await both.moving(2)
+        both.begins.set()
+        await eventually(lambda: both.row()["generated"] > 2)
+        connection.resume_writing()
+        is_whole(*await asking, COMPLETION)
 
 
 async def test_a_whole_response_comes_from_where_the_output_went() -> None:

@@ -18,6 +18,7 @@ from vllm_tetri.router.resume import ContinuationMismatch, NotResumable, StreamR
 from vllm_tetri.types import InstanceId, TransferId
 
 TRANSFER = TransferId("t1")
+ALIVE = b": keep-alive\n\n"
 
 
 def first_of(script: Script, *, is_final: bool = False) -> FirstToken:
@@ -120,9 +121,7 @@ def test_another_text_or_token_is_a_mismatch(is_chat: bool) -> None:
         spliced(shown, 5, [b"".join(script.events(2))])
 
 
-@pytest.mark.parametrize(
-    "leg2", [b"data: [DONE]\n\n", b"data: {\n\n", b"data: {}\n\n", b"data: 5\n\n"]
-)
+@pytest.mark.parametrize("leg2", [b"data: {\n\n", b"data: {}\n\n", b"data: 5\n\n"])
 def test_a_stream_of_something_else_is_a_mismatch(leg2: bytes) -> None:
     with pytest.raises(ContinuationMismatch):
         spliced(first_of(Script(("ab", "c"))), 5, [leg2])
@@ -137,8 +136,7 @@ def test_answers_of_other_transfers_are_not_read() -> None:
 def test_what_only_keeps_the_connection_alive_is_no_event(is_chat: bool) -> None:
     script = Script(("ab", "c"), is_chat=is_chat)
     first, leg2 = first_of(script), b"".join(script.events(2))
-    alive = b": keep-alive\n\n"
-    assert spliced(first, 5, [alive, leg2]) == spliced(first, 5, [leg2])
+    assert spliced(first, 5, [ALIVE, leg2]) == spliced(first, 5, [leg2])
 
 
 def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +169,17 @@ def test_a_stream_that_breaks_anywhere_goes_on_as_if_it_had_not(
     script: Script, broken: int, later_s: int
 ) -> None:
     told = replace(script, has_token_ids=True)
-    whole = b"".join(told.events())
+    whole = b"".join([ALIVE, *told.events()])
     record = new_record(script)
-    got = record.feed(whole[: broken % len(whole)])
+    got = record.feed(whole[: broken % len(whole)]).replace(ALIVE, b"")
     record.settle()
-    if not got or record.is_over:
-        return  # nothing to go on behind, or nothing to go on with
+    if record.is_over:
+        return  # nothing to go on with
     later = replace(told, created=script.created + later_s)
     record.begin_continuation()
     rest = record.feed(b"".join(later.events(len(record.token_ids) + 1)))
-    assert joined(got + rest) == joined(b"".join(replace(script, has_token_ids=False).events()))
+    seen = replace(told if got else later, has_token_ids=False)
+    assert joined(got + rest) == joined(b"".join(seen.events()))
     record.settle()
     assert record.token_ids == script.token_ids
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -21,6 +20,7 @@ from tests.router.fakes import (
     hang,
     hang_up,
     metric,
+    trio,
 )
 from tests.router.scripts import CHAT, Script, event, joined
 from tests.router.writers import (
@@ -34,7 +34,9 @@ from tests.router.writers import (
     expected,
     num_given,
     pair_and_spare,
+    prefill,
     script_of,
+    several,
     stream_of,
     two,
     writer,
@@ -52,6 +54,7 @@ def is_whole(raw: bytes, headers: Any, path: str, **options: Any) -> None:
     """It is the stream of one instance, but for where it was cut into events."""
     script = expected(headers, path, **options)
     created = json.loads(raw.split(b"\n\n")[0][6:])["created"]
+    assert created
     whole = b"".join(Script.events(script))
     assert joined(raw.replace(b'"created":%d' % created, b'"created":1700000000')) == joined(whole)
     assert raw.count(b"[DONE]") == 1
@@ -129,6 +132,24 @@ async def test_a_stream_of_one_instance_goes_on_as_well(path: str, dies_after: i
         assert made["a"].calls[0][1]["return_token_ids"] is True
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("options", [{}, {"n": 2}], ids=str)
+async def test_a_stream_that_breaks_in_its_first_event_begins_anew(
+    path: str, options: dict[str, Any]
+) -> None:
+    """Also one that no other instance could continue."""
+    both = two(writer(0, cut=40), writer(created=1_800_000_000))
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        raw, headers = await stream_of(made, path, **options)
+        is_whole(raw, headers, path)
+        assert headers["x-tetri-decode"] == "b"
+        assert raw.count(b'"created":1800000000,') == raw.count(b'"created"')
+        assert await metric(made, "tetri_retries_total") == 1
+        (row,) = made.scheduler.history.since(0.0)
+        assert row.first_byte_s is not None
+        assert row.first_byte_s - row.arrival_s > 0.04  # when the first instance died
+
+
 # -- what may go wrong next ----------------------------------------------------------------
 
 
@@ -178,10 +199,7 @@ async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> No
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_node_with_many_instances_may_die(path: str) -> None:
     """Each of them fails the stream once, and the request is not to blame."""
-    both = [FakeInstance(name, Role.BOTH) for name in "abcde"]
-    for index, each in enumerate(both):
-        each.load = replace(each.load, queued_prefill_tokens=10_000 * index)
-        each.handler = writer(2 if index == 0 else None)
+    both = several(writer(2), *[writer()] * 4)
     async with cluster(*both, mode=Mode.WHOLE) as made:
         for name in "bcd":
             await made[name].stop_http()
@@ -279,6 +297,29 @@ async def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == 3
 
 
+@pytest.mark.parametrize("decode", ["d1", ""])
+async def test_a_stream_waits_for_room_behind_its_first_token(
+    monkeypatch: pytest.MonkeyPatch, decode: str
+) -> None:
+    """Without a decode instance it is the prefill instance that is asked first."""
+    monkeypatch.setattr(relay_module, "DECODE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(relay_module, "_PLACE_AGAIN_S", 0.02)
+    asked = set[str]()
+
+    async def full_at_first(
+        fake: FakeInstance, request: web.Request, body: Any
+    ) -> web.StreamResponse:
+        if not body.get("stream"):
+            return await prefill(decode_name=decode)(fake, request, body)
+        is_full = fake.id == decode or fake.id not in asked
+        asked.add(fake.id)
+        return await (full() if is_full else writer()(fake, request, body))
+
+    async with cluster(*trio(full_at_first, full_at_first)) as made:
+        raw, headers = await stream_of(made, COMPLETION)
+        is_whole(raw, headers, COMPLETION)
+
+
 async def test_a_client_that_leaves_in_the_gap_takes_all_with_it() -> None:
     fakes = pair_and_spare(3)
     async with cluster(*fakes) as made:
@@ -328,15 +369,33 @@ async def test_an_error_in_the_stream_of_a_dead_engine_is_a_death(comes_first: b
         assert headers["x-tetri-decode"] == ("b" if comes_first else "a")
 
 
+GIVES_UP = [("Ab", " cd", ""), ()]  # without a token vLLM ends a stream and gives no reason
+
+
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_engine_that_gives_up_is_replaced(path: str) -> None:
-    aborts = writer(texts=("Ab", " cd", ""), finish_reason="abort")
+@pytest.mark.parametrize("texts", GIVES_UP)
+async def test_an_engine_that_gives_up_is_replaced(path: str, texts: tuple[str, ...]) -> None:
+    aborts = writer(texts=texts, finish_reason="abort")
     async with cluster(*two(aborts, writer()), mode=Mode.WHOLE) as made:
         raw, headers = await stream_of(made, path, **USAGE)
         is_whole(raw, headers, path, has_usage=True)
     async with cluster(*two(aborts, writer()), mode=Mode.WHOLE) as made:
         status, answer, _ = await made.ask()
         assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("texts", GIVES_UP)
+@pytest.mark.parametrize("options", [{}, USAGE], ids=str)
+async def test_engines_that_give_up_before_they_have_caught_up_are_replaced(
+    path: str, texts: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """However many: they end in order, and the request is not to blame."""
+    aborts = [writer(texts=texts, finish_reason="abort")] * 3
+    async with cluster(*several(writer(6), *aborts, writer()), mode=Mode.WHOLE) as made:
+        raw, headers = await stream_of(made, path, **options)
+        is_whole(raw, headers, path, has_usage=bool(options))
+        assert [len(each.calls) for each in made.instances.values()] == [1] * 5
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -73,12 +73,18 @@ async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamRe
     return await hang()
 
 
+def several(*handlers: Handler) -> list[FakeInstance]:
+    """Return instances a, b and so on of both roles, which are asked in this order."""
+    found = [FakeInstance(name, Role.BOTH) for name in "abcdefgh"[: len(handlers)]]
+    for index, each in enumerate(found):
+        each.handler = handlers[index]
+        each.load = replace(each.load, queued_prefill_tokens=10_000 * index)
+    return found
+
+
 def two(first: Handler, second: Handler) -> list[FakeInstance]:
     """Return instances a and b of both roles; a gets the first request."""
-    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
-    both[0].handler, both[1].handler = first, second
-    both[1].load = replace(both[1].load, queued_prefill_tokens=10_000)
-    return both
+    return several(first, second)
 
 
 def die(fake: FakeInstance, request: web.Request) -> None:

@@ -125,6 +125,9 @@ class HttpClient:
             raise Unreachable(connection.why_dropped or f"cannot connect: {error}") from error
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"cannot connect: {error}") from error
+        except asyncio.CancelledError:  # uvloop then closes what it just made, and tells no one
+            self.connections.discard(connection)
+            raise
         finally:
             connection.deadline = None
             if connection.transport is None:

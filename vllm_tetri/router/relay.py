@@ -86,6 +86,8 @@ class Relay:
             except InstanceAtLimit as error:
                 self._scheduler.record_at_limit(error.instance)
                 self._at_limit.add(error.instance)
+                if self._entry.has_output:
+                    self._attempts.begin()
             except InstanceFailed as error:
                 if await self._mover.rescue():
                     continue
@@ -290,10 +292,10 @@ class Relay:
     async def _resume(self) -> web.StreamResponse:
         """Another instance continues what the client has received."""
         received = self.output.received()
-        if self._first is None and self._request.has_links:
-            raise Refusal(502, "the stream broke off; its media may be others when read again")
         if received.is_over:
             return self.output.end()
+        if self._first is None and self._request.has_links:
+            raise Refusal(502, "the stream broke off; its media may be others when read again")
         self._metrics.fallbacks.labels("decode_failed").inc()
         instance = await self._wait_for_instance()
         self.route = "fallback"

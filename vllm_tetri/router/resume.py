@@ -24,6 +24,7 @@ _END = b"\n\n"
 _DATA = b"data: "
 _COMMENT = b":"
 _CREATED = b'"created":%d,'
+_FINISHED, _NO_CHOICES = b'"finish_reason":"', b'"choices":[]'
 _MAX_EVENT_BYTES = 1 << 26  # an event may repeat the tokens of the prompt
 _MAX_KEPT_BYTES = 1 << 16  # most outputs end before
 # What a choice says, besides tool calls by their index.
@@ -153,7 +154,7 @@ class StreamRecord:
         self.settle()
         self._rest, self._has_prompt = b"", False
         self.error, self.is_aborted = b"", False
-        self.is_caught_up = False
+        self.is_caught_up = not self._created  # the client has no event
         self._due = {
             index: _Said(dict(said.texts), list(said.token_ids))
             for index, said in self._said.items()
@@ -183,8 +184,11 @@ class StreamRecord:
                 at = before + len(_END) if before >= 0 else 0
             data, self.error = data[:at], data[at:]
         self.keep(data)
-        if data.endswith(DONE):
-            self.is_complete = True
+        is_end = data.endswith(DONE)
+        if (is_end or _NO_CHOICES in data) and not self.is_complete and self._is_empty():
+            self.error, self.is_aborted = data, True  # vLLM does not say so without a token
+            return b""
+        self.is_complete = self.is_complete or is_end
         return self._without_ids(data) if self._hides_ids else data
 
     def settle(self) -> None:
@@ -201,7 +205,7 @@ class StreamRecord:
 
     def ending(self, num_prompt_tokens: int, *, wants_usage: bool) -> bytes:
         """Return the missing end of an output that is over; call `settle` first."""
-        if not wants_usage or b'"choices":[]' in self._last:
+        if not wants_usage or _NO_CHOICES in self._last:
             return DONE
         chunk: dict[str, Any] = msgspec.json.decode(self._last.removeprefix(_DATA))
         usage = usage_of(num_prompt_tokens, len(self.token_ids))
@@ -223,6 +227,14 @@ class StreamRecord:
         self._kept += events
         if len(self._kept) > _MAX_KEPT_BYTES:
             self._decode_kept()
+
+    def _is_empty(self) -> bool:
+        """Whether no choice has said anything, nor why it ended."""
+        if self.is_over or self._kept.rfind(_FINISHED) >= 0:  # it is near the end
+            return False
+        self._decode_kept()
+        has_said = any(each.is_any or each.token_ids for each in self._said.values())
+        return not (self.is_over or self._problem or has_said)
 
     def _without_ids(self, data: bytes) -> bytes:
         is_first = not self._has_prompt
@@ -278,12 +290,14 @@ class StreamRecord:
         """Take one event; returns its part after the received output, if it has one."""
         if raw.startswith(_COMMENT):
             return b""  # a keep-alive comment
+        has_ended = raw == DONE.removesuffix(_END) or _NO_CHOICES in raw
+        if ABORTED in raw or has_ended:  # the latter: without a token
+            self.is_aborted = True
+            raise ContinuationFailed("its engine aborted the request")
         try:
             chunk: Any = msgspec.json.decode(raw.removeprefix(_DATA))
             if "error" in chunk:
                 raise ContinuationFailed(raw.removeprefix(_DATA).decode(errors="replace"))
-            if not chunk["choices"]:
-                raise ContinuationFailed("it ended before what was received")
             self._theirs = _CREATED % chunk["created"]
             chunk["created"] = self._created
             (choice,) = chunk["choices"]

@@ -180,12 +180,16 @@ class Attempts:
         yield self.excluded()
         yield self.excluded(RECOVERS_S)
 
-    async def record_failure(self, error: InstanceFailed) -> None:
-        """An instance failed the request; raises `Refusal` if it is not tried again."""
-        _log.warning("request %s: %s", self._entry.id, error)
+    def begin(self) -> None:
+        """Count the time that other attempts have, unless there was no progress since."""
         if self._generated != self._entry.generated:
             self._generated = self._entry.generated
             self._give_up_s = time.monotonic() + RETRY_S
+
+    async def record_failure(self, error: InstanceFailed) -> None:
+        """An instance failed the request; raises `Refusal` if it is not tried again."""
+        _log.warning("request %s: %s", self._entry.id, error)
+        self.begin()
         self._failure = error
         self.num_failures += 1
         instance = self.sent_to.get(error.instance)

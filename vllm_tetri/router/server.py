@@ -145,7 +145,7 @@ class Connection(web.RequestHandler):
                 self._mark_unread(stream, now)  # slow, but it is read
         if self._unread_since_s is not None and now - self._unread_since_s > limits.stalled_s:
             stream.abort()
-        elif self._head_since_s is not None and now - self._head_since_s > limits.head_s:
+        elif now - (self._head_since_s or now) > limits.head_s and not self._messages:
             self.refuse(Refusal(408, "the head of the request did not arrive in time"))
 
     def refuse(self, refusal: Refusal) -> None:
@@ -189,6 +189,11 @@ class Connection(web.RequestHandler):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._unread_since_s = None
+
+    async def _drain_helper(self) -> None:
+        if self._drain_waiter is not None and self._drain_waiter.cancelled():
+            self._drain_waiter = None  # by a move; aiohttp would wait for it once more
+        await super()._drain_helper()
 
     # -- aiohttp ------------------------------------------------------------------
 

@@ -243,6 +243,9 @@ class Output:
 
     def record_break(self, error: InstanceFailed) -> None:
         """The stream broke, or the request that was to continue it failed."""
+        if self._record is not None and not self._entry.generated:  # before the first event
+            self._response = self._record = self._entry.first_byte_s = None
+            self._entry.has_output = False
         if self._entry.has_output and self._broken is None:
             self._broken = error, time.monotonic()
 
@@ -282,7 +285,8 @@ class Output:
             return stream
         except (HttpError, ContinuationFailed) as error:
             lost = "connection lost: " if isinstance(error, HttpError) else ""
-            raise InstanceFailed(instance.id, f"{lost}{error}") from error
+            is_suspect = self._record is None or not self._record.is_aborted
+            raise InstanceFailed(instance.id, f"{lost}{error}", is_suspect=is_suspect) from error
         except ContinuationMismatch as error:
             metrics, is_first = self._metrics, self._broken is None
             (metrics.first_tokens if is_first else metrics.streams_broken).labels("mismatch").inc()

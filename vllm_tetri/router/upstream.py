@@ -125,21 +125,23 @@ class Upstream:
             )
         except HttpError as error:
             raise self._failure(instance, error) from error
-        if request.rules is None and response.status >= 500:
+        if request.rules is None and 500 <= response.status != 501:
             raise await _read_error(instance, response)
         return response
 
     async def first_chunk(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
-        """Return the first bytes of a stream; empty when it ends at once. Raises `InstanceFailed`:
-        the stream broke, or no byte came in time; `InstanceAtLimit`: the stream says only that the
-        instance is at its limit."""
+        """Return the first bytes of a stream, without comments before its first event; empty when
+        it ends at once. Raises `InstanceFailed`: the stream broke, or no byte came in time;
+        `InstanceAtLimit`: the stream says only that the instance is at its limit."""
         since_s = asyncio.get_running_loop().time()
         try:
             chunk = await response.read_some()
-            while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:  # a keep-alive comment
-                if self.http.is_silent(instance.id, since_s):
-                    raise Silent
-                chunk = await response.read_some()
+            while chunk.startswith(b":") and b"\n\n" in chunk:  # a keep-alive comment
+                chunk = chunk.partition(b"\n\n")[2]
+                if not chunk:
+                    if self.http.is_silent(instance.id, since_s):
+                        raise Silent
+                    chunk = await response.read_some()
         except HttpError as error:
             raise self._failure(instance, error) from error
         if is_at_limit_event(chunk):
