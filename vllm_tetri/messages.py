@@ -2,7 +2,7 @@
 
 A frame is one ZeroMQ message part: ``b"TTRI"``, one version byte, then a msgpack-encoded tagged
 struct. Facts are past tense, commands imperative, reports nouns. KV bytes never travel here.
-Decoders admit only finite numbers below 2^53, so that policies need not check them.
+Decoders admit only finite numbers below 2^62, so that policies need not check them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_tetri.types import (
 MAGIC = b"TTRI"
 VERSION = 12
 MAX_FRAME_BYTES = 8 << 20
-_MOST = 1 << 53
+_MOST = 1 << 62  # counters of bytes pass 2^53 in weeks
 _MOST_WORDS = 4096  # characters of a reason
 NAME_BYTES = 8  # of a prefix block's name
 MAX_CACHE_NAMES = 1 << 19  # of prefix blocks that one instance reports
@@ -360,7 +360,7 @@ def _require_sound(load: InstanceLoad, flip: Flip | None) -> None:
 
 def _require_finite(*numbers: float) -> None:
     if not sum(map(abs, numbers)) <= _MOST:  # no comparison holds for NaN
-        raise ProtocolError("a number that is not finite, or beyond 2^53")
+        raise ProtocolError("a number that is not finite, or beyond 2^62")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:

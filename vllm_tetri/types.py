@@ -192,6 +192,8 @@ class InstanceInfo:
     num_routers: int = 1  # it reports to
     arena_tokens: int = 1 << 40  # longest prompt whose KV its receive arena holds
     sizes_chunks: bool = False  # by what steps cost, for every step anew
+    # Most tokens and requests of a step, and of how many tokens kernels compute whole tiles.
+    step_limits: tuple[int, int, int] = 2048, 256, 16
     device: str = ""  # shared by instances with equal names; an unnamed one is not shared
     checkpoint: str = ""  # where its weights come from, for people; `identity` names them
     alone: str = ""  # why it exchanges KV with no other instance, in words; empty if it may

@@ -165,6 +165,23 @@ async def test_what_an_instance_tells_anew_is_known_at_once_and_its_state_stays(
         assert states(router) == {"i": "ready"}
 
 
+async def test_what_is_told_while_something_else_is_told_is_known_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    news = [replace(INFO, identity={"weights": name}) for name in ("new", "newest")]
+
+    def tell_more(*args: Any, **changes: Any) -> Any:
+        monkeypatch.undo()
+        one.agent.describe(news[1])
+        return replace(*args, **changes)
+
+    async with monitor() as router, joined(router.address) as one:
+        await eventually(one.sees)
+        monkeypatch.setattr("vllm_tetri.control.agent.replace", tell_more)
+        one.agent.describe(news[0])
+        await eventually(lambda: one.view.instances[0].info.identity == {"weights": "newest"})
+
+
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])
 async def test_a_router_that_starts_late_or_again_learns_everything_soon(
     secret: Secret | None,
@@ -190,6 +207,25 @@ async def test_a_restarted_process_replaces_the_one_of_the_same_name() -> None:
             assert states(router) == {"i": "starting"}
             assert len(side.hellos) <= known + 2  # the two stop fighting over the name
             assert two.agent.dropped_messages == 0
+
+
+async def test_a_restarted_process_with_the_same_number_starts_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine of every container may be process 7."""
+    side = FakeRouter()
+    async with monitor(side=side) as router:
+        monkeypatch.setattr(router.members, "left", lambda *_: False)  # it is killed
+        async with joined(router.address):
+            await eventually(lambda: any(each.seq > 9 for each in router.view().instances))
+            router.members.mark_ready(INFO)
+        known = len(side.hellos)
+        async with joined(router.address) as one:
+            await eventually(lambda: len(side.hellos) > known)  # so it is probed
+            assert states(router) == {"i": "starting"}
+            router.members.mark_ready(INFO)
+            await eventually(lambda: one.view.instances and one.view.instances[0].seq > 9)
+            assert one.sees() == [("i", "ready")]
 
 
 async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
+from math import inf, nan
 from random import Random
 
 import pytest
@@ -13,10 +15,12 @@ from tests.control.channel import INFO, eventually, joined
 from tests.mutation import COUNTS, strange_frame
 from vllm_tetri import messages
 from vllm_tetri.control.view import row_of
+from vllm_tetri.errors import ProtocolError
 from vllm_tetri.messages import (
     CancelTransfer,
     FlipRole,
     LengthMap,
+    LoadReport,
     OutputEnded,
     Placed,
     Poll,
@@ -92,3 +96,14 @@ async def test_it_goes_on_and_believes_the_next_right_word(count: int) -> None:
             assert one.agent.dropped_messages > count / 3
     finally:
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("number", [2.0**61, 2.0**63, nan, inf, -inf], ids=str)
+def test_sums_of_bytes_are_believed_and_what_is_no_number_is_not(number: float) -> None:
+    load = InstanceLoad(kv_bytes_sent=1 << 60, kv_bytes_received=1 << 60, step_s=number)
+    report = messages.encode(LoadReport(INFO.id, 1, load))
+    row = row_of(InstanceView(INFO, InstanceState.READY, load, 0.0))
+    poll = messages.encode(Poll("r", rows=[row]))
+    for decode, frame in (messages.decode_to_router, report), (messages.decode_to_instance, poll):
+        with nullcontext() if number == 2.0**61 else pytest.raises(ProtocolError):
+            decode(frame)

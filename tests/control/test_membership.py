@@ -113,6 +113,21 @@ def test_one_that_comes_back_is_not_leaving_nor_departed() -> None:
     assert members.departed == {}
 
 
+def test_an_older_report_is_of_another_process_which_has_to_introduce_itself() -> None:
+    members = joined()
+    assert report(members, "one", 0.1, seq=9)
+    assert report(members, "one", 0.1, seq=9)  # by two addresses of this router
+    members.join(b"one", ONE, 0.2)
+    assert report(members, "one", 0.2, seq=10)  # a connection broke
+    assert states(members, 0.2)["one"] == "ready"
+    members.join(b"one", ONE, 0.3)
+    assert not report(members, "one", 0.3, seq=1)
+    assert not report(members, "one", 0.4, seq=2)  # the answer got lost
+    members.join(b"one", ONE, 0.5)
+    assert report(members, "one", 0.5, seq=3)
+    assert states(members, 0.5)["one"] == "starting"
+
+
 def test_one_that_ended_unasked_is_only_forgotten() -> None:
     members = joined()
     assert not members.left(b"two", Goodbye(InstanceId("one")))
@@ -189,6 +204,7 @@ def test_a_snapshot_stays_the_same_object_until_a_poll_comes() -> None:
     (now,) = store.snapshot(11.4).view.instances
     assert (now.state, now.info, now.age_s) == ("silent", ONE, pytest.approx(5.1))
     assert not store.observe(0, Poll("router", 4, 7, rows=rows), 11.5)
+    assert not store.observe(0, Poll("another", 4, 1, rows=rows), 11.5)
     with pytest.raises(ProtocolError, match="0 loads of 1"):
         store.observe(0, Poll("router", 5, 1, rows=[]), 11.5)
 

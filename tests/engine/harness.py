@@ -469,6 +469,7 @@ class Engine:
             or load.running
             or load.waiting
             or self.scheduler.requests
+            or self.scheduler.has_requests()  # or a last step, with notes
             or len(self.endpoint.receives)
             or len(self.endpoint.sends)
             or any(what not in SHARED_LEAKS for what in self.endpoint.leaks())

@@ -64,6 +64,15 @@ def test_a_request_is_whole_whatever_its_parameters_say(cell: Cell, alone: Engin
     alone.run_until(lambda: alone.is_at_rest)
 
 
+def test_a_model_without_kv_is_served(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.BOTH, specs=(), args={"enable_prefix_caching": False})
+    assert engine.info.alone == "it has no KV cache"
+    engine.add("a", list(range(80)))
+    engine.run_until(lambda: "a" in engine.finished)
+    assert len(engine.outputs["a"]) == 4
+    engine.close()
+
+
 def test_drafts_leave_a_prompt_its_chunk(speculating: Engine) -> None:
     decodes = [speculating.add(f"d{i}", [1, 2, 3], max_tokens=50) for i in range(4)]
     speculating.run_until(lambda: all(each.num_output_tokens > 1 for each in decodes))

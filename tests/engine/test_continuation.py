@@ -199,6 +199,31 @@ def test_choices_that_leave_free_the_transfer(pair: Pair) -> None:
     pair.settle()
 
 
+@pytest.mark.usefixtures("continues")
+@pytest.mark.parametrize("compiled", ["before", "after"])
+def test_a_grammar_accepts_a_token_that_comes_late_once(pair: Pair, compiled: str) -> None:
+    tokens, accepted = list(range(3 * CHUNK)), list[int]()
+
+    def accept(request: Any, token_ids: list[int]) -> bool:
+        accepted.extend(token_ids)
+        return True
+
+    pair.decode.scheduler.structured_output_manager.accept_tokens = accept
+    request = pair.receive("a", tokens, is_early=True)
+    asked = SimpleNamespace(grammar="is there" if compiled == "before" else None)
+    request.structured_output_request = asked
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    pair.decode.step()
+    pair.sent("a", tokens)
+    if compiled == "after":
+        pair.decode.run_until(lambda: request.num_output_tokens)
+        assert accepted == []
+        asked.grammar = "is there"
+    pair.end("a")
+    assert pair.decode.outputs["a"] == accepted == [7] * 4
+    assert pair.decode.endpoint.read_load().continued == 1
+
+
 # -- what cannot be continued exactly --------------------------------------------------
 
 

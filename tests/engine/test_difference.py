@@ -22,6 +22,7 @@ from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import KEY, PrefillParams, PriorOutput, from_params, to_params
 from vllm_tetri.messages import CancelTransfer
+from vllm_tetri.policy.step_cost import HandoverFit
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
@@ -146,9 +147,11 @@ def test_hints_are_bounded(held: dict[str, Any]) -> None:
         from_params({KEY: params})
 
 
-def test_the_delay_of_a_hand_over_is_that_of_what_was_sent(pair: Pair) -> None:
+def test_the_delay_of_a_hand_over_is_that_of_what_was_sent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learnt: list[int] = []
-    pair.prefill.endpoint.sends.handovers.learn = lambda tokens, _: learnt.append(tokens)
+    monkeypatch.setattr(HandoverFit, "learn", lambda _, tokens, seconds: learnt.append(tokens))
     pair.prefill.scheduler.reset_prefix_cache()  # so the last chunk has more tokens
     pair.sent("a", FIRST, held=HELD)
     assert learnt == [len(FIRST) - HELD]

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.engine.chunk_size import is_dummy
+from vllm_tetri.engine.pacing import CPU_TILE_TOKENS
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.predictor.base import Oracle
 from vllm_tetri.types import Role
@@ -28,7 +29,7 @@ def add(engine: Engine, name: str, num_tokens: int, max_tokens: int = 1) -> None
 
 def starts(engine: Engine) -> list[str]:
     names: list[str] = []
-    while engine.scheduler.has_unfinished_requests():
+    while engine.scheduler.has_requests():
         names += engine.step().num_scheduled_tokens
     return list(dict.fromkeys(names))
 
@@ -129,6 +130,18 @@ def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
     assert len(made) == 1
 
 
+def test_a_predictor_that_cannot_be_loaded_costs_no_flip(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(Role.DECODE, predictor="histogram")
+    monkeypatch.setattr("vllm_tetri.engine.endpoint.make_predictor", lambda *_: 1 / 0)
+    flip(engine, Role.PREFILL)
+    add(engine, "a", 20)
+    engine.run_until(lambda: "a" in engine.finished)
+    assert engine.info.role is Role.PREFILL
+    assert engine.endpoint.predictions.predictor is None
+
+
 def test_prompts_wait_for_a_predictor_that_came_with_a_flip(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,3 +208,4 @@ def test_speeds_are_learnt_and_reported(make: Any) -> None:
     assert load.prompt_tokens_done == 3 * CHUNK
     assert load.output_tokens_done == 9
     assert load.cost.is_known
+    assert engine.info.step_limits == (1024, 64, CPU_TILE_TOKENS)

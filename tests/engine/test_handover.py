@@ -18,6 +18,7 @@ from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.handover import PriorOutput
 from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.policy.order import ORDERS
+from vllm_tetri.policy.step_cost import HandoverFit
 from vllm_tetri.transport.native import SlotState
 from vllm_tetri.types import InstanceId, TransferId
 
@@ -436,6 +437,42 @@ def test_blocks_that_are_sent_before_their_request_ends_are_freed_with_it(pair: 
     assert len(outbox) == 0
     pair.receive("a", tokens)
     pair.end("a")
+
+
+@pytest.mark.usefixtures("continues")
+def test_blocks_are_freed_while_a_note_waits_and_the_note_is_sent(
+    shm_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, engine, worker = prompt(3 * CHUNK), shm_pair.prefill, shm_pair.prefill.kv_worker
+    collect = worker.collect_sent
+
+    def wait_and_collect() -> None:  # so all is sent in the step that computes the last block
+        ending = [each.transfer for each in worker.sending.values() if each.is_last]
+        eventually(lambda: all(each.quiesced for each in ending))
+        collect()
+
+    monkeypatch.setattr(worker, "collect_sent", wait_and_collect)
+    shm_pair.receive("a", tokens, is_early=True)
+    shm_pair.send("a", tokens)
+    shm_pair.prefilled("a")
+    assert len(engine.endpoint.sends) == engine.endpoint.read_load().blocks_used == 0
+    assert engine.scheduler.has_requests()  # so vLLM takes one more step
+    engine.step()
+    shm_pair.end("a")
+    assert shm_pair.decode.endpoint.read_load().continued == 1
+
+
+@pytest.mark.parametrize(("push", "first_tokens"), [("chunk", CHUNK), ("request", 2 * CHUNK)])
+def test_a_hand_over_is_learnt_with_all_tokens_that_travel_after_the_prompt(
+    tmp_path: Path, push: str, first_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, learnt = Pair(tmp_path, arena_bytes=1 << 20, push=push), list[int]()
+    monkeypatch.setattr(HandoverFit, "learn", lambda _, tokens, seconds: learnt.append(tokens))
+    shared = prompt(2 * CHUNK)
+    for name, tokens in (("a", shared), ("b", [*shared, 1, 2, 3])):
+        pair.sent(name, tokens)
+    assert learnt == [first_tokens, 2 * CHUNK + 3]
+    pair.close()
 
 
 @pytest.mark.parametrize("order", list(ORDERS))

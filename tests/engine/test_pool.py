@@ -206,20 +206,26 @@ def test_nothing_is_loaded_after_a_reset(engine: Engine, how: str) -> None:
     assert load(engine).kv_pool_hit_tokens == 0
 
 
-def test_blocks_whose_load_failed_are_not_kept(engine: Engine) -> None:
-    serve(engine, "a", FIRST)
-    cached = [each for each in engine.scheduler.kv_cache_manager.block_pool.blocks
-              if each.block_hash is not None]  # fmt: skip
-    pool = engine.endpoint.pool
-    pool.distrust({each.block_id for each in cached[:3]})
-    push_out(engine, 4, 6)  # something else is in the pool, and the blocks still in the cache
-    assert len(pool.index) > 0
-    assert pool.reach(engine.add("x", FIRST), 0, 8 * BLOCK) == 0
-    engine.abort("x")
-    push_out(engine)
-    assert serve(engine, "b", FIRST) == len(FIRST)
-    push_out(engine)
-    assert serve(engine, "c", FIRST) == 5  # they have been computed anew meanwhile
+@pytest.mark.parametrize("kv_pool", ["", size(64)], ids=["no pool", "pool"])
+def test_what_a_load_that_failed_left_is_in_no_cache(
+    tmp_path: Path, kv_pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(tmp_path, arena_bytes=1 << 20, decode={"num_blocks": 33, "kv_pool": kv_pool})
+    pair.sent("a", FIRST)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such row")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.decode.mover, "scatter", fail)
+        pair.receive("a", FIRST)
+        pair.decode.run_until(lambda: load(pair.decode).kv_loads_failed)
+    pair.decode.abort("a")  # before it is computed
+    assert serve(pair.decode, "b", FIRST) == len(FIRST)
+    push_out(pair.decode)
+    assert serve(pair.decode, "c", FIRST) == (5 if kv_pool else len(FIRST))
+    pair.settle()
+    pair.close()
 
 
 @pytest.mark.parametrize("kind", ["host", *MIXED])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,20 @@ def test_evicted_and_cleared_blocks_are_taken_back(engine: Engine) -> None:
     assert reader.held("b") == 5 * BLOCK
 
 
+def test_of_two_equal_blocks_one_may_go(engine: Engine) -> None:
+    """vLLM computes the last block of a prompt anew."""
+    reader, pool = Reader(engine), engine.scheduler.kv_cache_manager.block_pool
+    for name in ("a", "b"):
+        serve(engine, name, PROMPT)
+    count = Counter(each.block_hash for each in pool.blocks if each.block_hash is not None)
+    equal = [each.block_id for each in pool.blocks if count[each.block_hash] == 2]
+    for block, held in zip(equal, (5 * BLOCK, 4 * BLOCK), strict=True):
+        pool.evict_blocks({block})
+        serve(engine, f"next {block}", [1, 2, 3])
+        reader.read()
+        assert reader.held("b") == held
+
+
 @pytest.mark.parametrize("prompt_tokens", range(60, 100, 3))
 @pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,), (FULL, CHUNKS, WINDOW)])
 def test_of_windows_it_reports_where_vllm_has_a_hit(
@@ -144,8 +159,12 @@ def test_vllms_own_publisher_gets_every_event(
 def test_without_a_prefix_cache_there_is_nothing_to_report(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.BOTH, args={"enable_prefix_caching": False})
     serve(engine, "a", PROMPT)
-    assert engine.endpoint.read_cache(1, is_all=False) is None
-    assert engine.endpoint.read_cache(1, is_all=True) is None
+    reader = Reader(engine)
+    reader.residency.update(ME, [7], [], is_all=True)  # by the process before, which had one
+    assert reader.read() is None
+    assert reader.read(is_all=True) is not None
+    assert reader.residency.count(ME) == 0
+    assert reader.read() is None
     engine.close()
 
 

@@ -205,11 +205,9 @@ class Agent:
             while self._outbox:
                 if not self._send_all(self._outbox.popleft()):
                     self._count_drop()
-            if self._described is not None:
-                self._info = replace(
-                    self._described, role=self._info.role, num_routers=len(self._links)
-                )
-                self._described = None
+            described, self._described = self._described, None
+            if described is not None:
+                self._info = replace(described, role=self._info.role, num_routers=len(self._links))
                 self._send_all(messages.Hello(self._info))
             if not self.roles.is_steady:
                 self._continue_flip()

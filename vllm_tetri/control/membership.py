@@ -129,6 +129,9 @@ class Membership:
         if self.names.get(sender) != report.instance:
             return Reported(is_welcome=False)
         member = self._members[report.instance]
+        if report.seq < member.seq:  # another process, with the pid of the one before (containers)
+            self._remove(report.instance)
+            return Reported(is_welcome=False)
         has_reported, was, flip = member.seq > 0, member.flip, report.flip
         member.load, member.seq, member.heard_s = report.load, report.seq, now
         member.reports_draining = report.is_draining
@@ -153,19 +156,17 @@ class Membership:
         """Want a member to have another role; sets the epoch. KeyError if it is no member."""
         member = self._members[instance]
         newest = max(member.epoch, member.order.epoch if member.order is not None else 0)
-        member.order = replace_struct(order, epoch=newest + 1)
-        member.ordered_s = now
+        member.order, member.ordered_s = replace_struct(order, epoch=newest + 1), now
         return member.order
 
     def orders_for(self, instance: InstanceId, now: float) -> list[Drain | FlipRole]:
         """Orders that no report of a member has acknowledged yet."""
         member = self._members[instance]
         orders: list[Drain | FlipRole] = []
-        by_s = member.drain_by_s
+        by_s, order = member.drain_by_s, member.order
         # vLLM's server ends in good order only when it has started.
         if by_s is not None and not member.reports_draining and member.is_ready:
             orders.append(Drain(None if by_s == math.inf else max(0.0, by_s - now)))
-        order = member.order
         if order is not None and order.deadline_s is not None:
             left_s = member.ordered_s + order.deadline_s - now
             order = replace_struct(order, deadline_s=left_s)

@@ -63,7 +63,8 @@ class ViewStore:
             return True
         infos, known = poll.infos, self._received.get(router)
         if infos is None:
-            if known is None or known.poll.roster != poll.roster:
+            rows_of = poll.router, poll.roster
+            if known is None or (known.poll.router, known.poll.roster) != rows_of:
                 return False
             infos = known.infos
         if len(poll.rows) != len(infos):

@@ -50,7 +50,7 @@ class PromptBlocks:
             if index not in self.growing and not self.has_state
         }
         index = max(windows, key=windows.__getitem__, default=[*self.growing, 0][0])
-        size = self._groups[index].block_size
+        size = self._groups[index].block_size if self._groups else 1
         self.prefix_group = index, size, -(-windows.get(index, 0) // size)
 
     def spans(self, tokens: int, first: int = 0) -> list[range]:

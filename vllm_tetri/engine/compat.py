@@ -254,6 +254,7 @@ ATTRIBUTES = {
         "status",  # R
     ),
     "BlockPool": (
+        "blocks",  # R: all of them
         "enable_caching",  # R: whether there is a prefix cache
         "enable_kv_cache_events",  # R, W: switched on for routers
     ),

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<II")  # tokens, log probabilities per token
 _MARK = "_tetri_continues"
+_NOT_BEGUN = RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 class ContinuedPrompt(list[int]):
@@ -215,10 +216,9 @@ class Continuations:
 
     def begin_late(self, request: Request, prior_output: PriorOutput) -> None:
         """Append prior output to a queued request, unless it has begun without."""
-        if request.status is RequestStatus.WAITING and not request.num_computed_tokens:
+        if request.status in _NOT_BEGUN and not request.num_computed_tokens:
             self.begin(request, prior_output)
-            asked = request.structured_output_request
-            if asked is not None and asked.grammar is not None:
+            if request.status is RequestStatus.WAITING:  # else its grammar is not there yet
                 self.accept_grammar(request)
 
     def _reason_against(

@@ -27,6 +27,7 @@ from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.identity import checkpoint_name, served_names
 from vllm_tetri.engine.load import LoadReader, release_port
 from vllm_tetri.engine.moves import MoveSide
+from vllm_tetri.engine.pacing import tile_tokens
 from vllm_tetri.engine.pool import Pool, pool_places
 from vllm_tetri.engine.prediction import (
     LengthsStore,
@@ -201,7 +202,7 @@ class Endpoint(LoadReader):
         return self.scheduler.blocks.most_tokens(num_bytes // layout.block_bytes)
 
     def _describe(self, shape: WorkerShape, endpoint: str) -> InstanceInfo:
-        model = self._vllm_config.model_config
+        model, limits = self._vllm_config.model_config, self._vllm_config.scheduler_config
         continuations, blocks = self.scheduler.continuations, self.scheduler.blocks
         arena_bytes = self.receiver.stats().arena_total_bytes
         # Harmony's parser separates reasoning with any parser option.
@@ -222,6 +223,7 @@ class Endpoint(LoadReader):
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",
             arena_tokens=self._arena_tokens(shape.layout, arena_bytes),
             sizes_chunks=self.config.chunk_size == "auto",
+            step_limits=(limits.max_num_batched_tokens, limits.max_num_seqs, tile_tokens()),
             device=self.config.device or device_place(first_gpu(self._vllm_config)),
             checkpoint=checkpoint_name(self._vllm_config),
             alone=self.alone,
@@ -304,7 +306,7 @@ class Endpoint(LoadReader):
     def read_cache(self, seq: int, *, is_all: bool) -> CacheReport | None:
         """Return what changed in the prefix cache since the last call, or all that it holds; None
         if that is nothing."""
-        return self.cache.report(self.info.id, seq, is_all=is_all) if self.cache.is_on else None
+        return self.cache.report(self.info.id, seq, is_all=is_all)
 
     def abandon(self, router: str) -> None:
         """Drop the transfers of a router that is gone."""
@@ -331,7 +333,10 @@ class Endpoint(LoadReader):
         if role is None:
             return
         if role is not Role.DECODE and self.predictions.predictor is None:
-            self.predictions.predictor = make_predictor(self.config, self._vllm_config, role)
+            try:
+                self.predictions.predictor = make_predictor(self.config, self._vllm_config, role)
+            except Exception:  # whatever its code does: lengths are not worth an engine
+                logger.exception("%s predicts no lengths in its new role", self.info.id)
         self.info = self.dispatcher.policy.me = replace(self.info, role=role)
 
     def leave_exchange(self) -> None:

@@ -119,9 +119,8 @@ class StepBudget:
     def __init__(
         self, fit: StepFit, chunk_tokens: int | None, slo_s: float | None, most_tokens: int
     ) -> None:
-        tile_tokens = CPU_TILE_TOKENS if is_cpu() else TILE_TOKENS
         self._fit = fit
-        self._sizes = StepSizes(chunk_tokens, slo_s, most_tokens, tile_tokens)
+        self._sizes = StepSizes(chunk_tokens, slo_s, most_tokens, tile_tokens())
         self._mean, self._deviation = 1.0, 0.0
         self._num_alone, self._has_warned = 0, False
 
@@ -217,6 +216,11 @@ class StepBudget:
             "use a faster device.",
             slo_s, lone_s, self._sizes.tile_tokens,
         )  # fmt: skip
+
+
+def tile_tokens() -> int:
+    """Return of how many tokens kernels here compute whole tiles."""
+    return CPU_TILE_TOKENS if is_cpu() else TILE_TOKENS
 
 
 def decodes_first(running: list[Request]) -> list[Request]:

@@ -122,10 +122,9 @@ class Pool:
         self.loading: dict[str, _Use] = {}  # by request
         self._loads, self._early_loads = list[Load](), list[Load]()
         self._saves: dict[int, int] = {}  # by place: the block that is copied there
-        self._invalid: set[int] = set()  # blocks whose load failed
         self.hit_tokens = self.num_evicted = self.bytes_saved = self.bytes_loaded = 0
+        self._evict_stock = block_pool._maybe_evict_cached_block
         if size:
-            self._evict_stock = block_pool._maybe_evict_cached_block
             block_pool._maybe_evict_cached_block = self._evict
 
     # -- blocks that leave the prefix cache -------------------------------------
@@ -134,9 +133,7 @@ class Pool:
         """Do what vLLM does to a block that gets other tokens, and keep what it held."""
         key, block_id = block.block_hash, block.block_id
         was_cached = self._evict_stock(block)
-        is_valid = block_id not in self._invalid
-        self._invalid.discard(block_id)
-        if was_cached and key is not None and is_valid:
+        if was_cached and key is not None:
             self._keep(key, block_id)
         return was_cached
 
@@ -158,10 +155,11 @@ class Pool:
         self._log.drop(names, [each for each in names if cached(each, [self._group]) is None])
 
     def distrust(self, block_ids: set[int]) -> None:
-        """Keep nothing that blocks held whose load failed, nor what may be computed from it."""
-        if block_ids and self.index.size:
-            self._invalid |= block_ids
+        """Forget what both caches hold: some may be computed from blocks whose load failed."""
+        if block_ids:
             self.clear()
+            for block in self._block_pool.blocks:
+                self._evict_stock(block)
 
     def clear(self) -> None:
         """Forget all blocks: the weights may change. Loads under way end as ordered."""
@@ -239,8 +237,7 @@ class Pool:
         """Return a block of the prefix cache that no request uses: it is surely computed."""
         found = self._block_pool.get_cached_block(get_block_hash(key), [get_group_id(key)])
         block = found[0] if found else None
-        is_idle = block is not None and not block.ref_cnt and block.block_id not in self._invalid
-        return block if is_idle else None
+        return block if block is not None and not block.ref_cnt else None
 
     def _pin(self, keys: list[bytes]) -> list[int]:
         """Pin blocks, of the prefix cache, too, and return their places; none if one has none."""

@@ -10,7 +10,7 @@ elsewhere (`prefix_cache_retention_interval`); else one that grows with its requ
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,11 +46,11 @@ class CacheLog(EventPublisher):
         self._scale = max(1, self.block_tokens // scheduler.hash_block_size)
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
+        self._copies = Counter[bytes]()  # blocks of the prefix cache by name
         self._pooled: set[bytes] = set()  # in host memory as well, or only there
         self._changes: dict[bytes, bool] = {}  # since the last report: whether it came
-        self._was_cleared = False
+        self._was_cleared, self._chain_bytes = False, 0
         self._chains: deque[RequestChain] = deque(maxlen=_MAX_CHAINS)
-        self._chain_bytes = 0
 
     # -- vLLM's publisher, on the engine thread ---------------------------------
 
@@ -71,14 +71,18 @@ class CacheLog(EventPublisher):
         return self._next.get_publisher_config()
 
     def _remove(self, block_hashes: Sequence[bytes | int]) -> None:
-        for each in block_hashes:
-            if (name := _name(each)) not in self._pooled:
-                self._held.discard(name)
-                self._changes[name] = False
+        for name in map(_name, block_hashes):
+            self._copies[name] -= 1
+            if self._copies[name] <= 0:  # else another block holds the same
+                del self._copies[name]
+                if name not in self._pooled:
+                    self._held.discard(name)
+                    self._changes[name] = False
 
     def _record(self, event: Any) -> None:
         if isinstance(event, AllBlocksCleared):
             self._held.clear()
+            self._copies.clear()
             self._changes.clear()
             self._was_cleared = True
             return
@@ -86,6 +90,7 @@ class CacheLog(EventPublisher):
         if isinstance(event, BlockStored) and event.group_idx in self._groups and not is_full:
             names = [_name(each) for each in event.block_hashes]
             self._held.update(names)
+            self._copies.update(names)
             self._changes.update(dict.fromkeys(names, True))
 
     def keep(self, block_hash: bytes) -> None:

@@ -290,8 +290,6 @@ class SendSide:
                 self.kept_bytes += (send.num_blocks - sent) * self._layout.block_bytes
             if send.block_ids is None and not send.freeing:
                 send.is_sent = True  # before vLLM reported that it ended
-            elif self._notes:
-                self._order_free(send)  # an engine without requests sends no notes
             else:
                 found.add(request_id)
                 del self._sends[request_id]
@@ -300,8 +298,9 @@ class SendSide:
     def _learn(self, send: Send, seconds: float) -> None:
         if not (send.retry_at or send.by_layer):  # else it includes waiting, or not a last chunk
             tokens = send.request.num_prompt_tokens - send.held_tokens
-            last_tokens = tokens if send.is_fetch else send.last_tokens
-            self.handovers.learn(min(tokens, last_tokens), seconds)
+            # With an only chunk, what the prefix cache had travels as well.
+            is_all = send.is_fetch or send.num_chunks == 1 or self._config.push == "request"
+            self.handovers.learn(tokens if is_all else min(tokens, send.last_tokens), seconds)
 
     # -- what can go wrong --------------------------------------------------
 

@@ -307,6 +307,7 @@ class _Routes:
                 "role": each.info.role,
                 "block_size": each.info.block_size,
                 "sizes_chunks": each.info.sizes_chunks,
+                "step_limits": each.info.step_limits,
                 "load": each.load,
             }
             for each in views
