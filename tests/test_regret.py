@@ -39,7 +39,8 @@ def history(mode: str, kind: str = "hpld", rate: float = 1.5) -> dict[str, Any]:
     return {
         "mode": mode,
         "instances": [
-            {"id": f"{role}-0", "role": role, "block_size": 16, "sizes_chunks": False, "load": load}
+            {"id": f"{role}-0", "role": role, "block_size": 16, "sizes_chunks": False,
+             "step_limits": (2048, 256, 16), "load": load}
             for role in roles
         ],
         "requests": [
@@ -82,6 +83,26 @@ def test_what_is_outside_engines_counts() -> None:
     assert compare(told)["systems"][1]["ttft_mean_s"] > 0.5
 
 
+def test_limits_of_a_step_are_those_of_each_instance() -> None:
+    told = history("whole", "lphd")
+    told["requests"] = told["requests"][:25]
+    jct_s = []
+    for limits in ((2048, 256, 16), (32, 256, 16), (2048, 1, 16), (2048, 256, 512)):
+        for each in told["instances"]:
+            each |= {"sizes_chunks": True, "step_limits": limits}
+        jct_s.append(compare(told)["systems"][1]["jct_mean_s"])
+    assert len(set(jct_s)) == 4
+    assert jct_s[2] > 2 * jct_s[0], "one after the other"
+
+
+@pytest.mark.parametrize("limits", [(0, 256, 16), (2048, -1, 16), (2048, 256, 0)])
+def test_impossible_limits_of_a_step_are_an_error(limits: tuple[int, int, int]) -> None:
+    told = history("whole")
+    told["instances"][1]["step_limits"] = limits
+    with pytest.raises(ConfigError, match="decode-0 tells impossible step limits"):
+        compare(told)
+
+
 def test_too_little_is_known() -> None:
     told = history("whole", rate=1.0)
     with pytest.raises(ConfigError, match="19 requests ended well"):
@@ -116,6 +137,7 @@ def test_a_mode_is_set_when_two_looks_find_it_cheaper() -> None:
     better, equal = look("split", 1, split=1, whole=0.9), look("split", 1, split=1, whole=0.96)
     assert modes(better, better) == ["", "whole"]
     assert modes(equal, equal, equal) == [""] * 3
+    assert modes(equal, better, equal, better) == [""] * 4
     other = look("split", 1, split=1, whole=1, adaptive=0.5)
     assert modes(better, other, better, better) == ["", "", "", "whole"]
 

@@ -162,8 +162,9 @@ class Tuner:
         able = {name: each for name, each in usual.items() if name not in self._barred}
         best = min(able, key=able.__getitem__, default=mode)
         saved = 1 - usual[best] / usual[mode]
-        last, self._candidate = self._candidate, best
-        if best == mode or usual[mode] / usual[best] - 1 < _LEAST_REGRET or last != best:
+        is_worth = usual[mode] / usual[best] - 1 >= _LEAST_REGRET
+        last, self._candidate = self._candidate, best if is_worth else ""
+        if not is_worth or last != best:
             return None
         self._before = mode, measured, rate
         return ModeChange(best, f"simulated, it costs {saved:.0%} less")
@@ -255,13 +256,16 @@ def _cluster(rows: Sequence[Row], front_s: float) -> ClusterConfig:
     """Return instances as they are now; raises ConfigError if one has not learnt its step costs."""
     instances = []
     for row in rows:
-        load = row["load"]
+        load, (most_tokens, max_requests, tile_tokens) = row["load"], row["step_limits"]
+        if min(row["step_limits"]) < 1:
+            raise ConfigError(f"{row['id']} tells impossible step limits: {row['step_limits']}")
         step = StepCoefficients(**load["cost"])
         if not step.confidence:
             raise ConfigError(f"{row['id']} does not know its step costs yet; serve requests first")
         engine = EngineConfig(
             step, load["blocks_total"], row["block_size"], chunk_tokens=load["chunk_tokens"],
-            has_sized_chunks=row["sizes_chunks"], front_s=front_s,
+            has_sized_chunks=row["sizes_chunks"], front_s=front_s, most_tokens=most_tokens,
+            max_requests=max_requests, tile_tokens=tile_tokens,
         )  # fmt: skip
         instances.append(InstanceConfig(InstanceId(row["id"]), Role(row["role"]), engine))
     sent = [row["load"] for row in rows if row["load"]["handover_s"]]

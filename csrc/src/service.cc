@@ -156,7 +156,7 @@ void Service::broke_protocol(Connection& connection, const std::string& reason, 
   try {
     connection.refuse(reason, now);
   } catch (const LinkError& error) {
-    return remove(connection.id(), error.what(), now);
+    if (error.status == Status::kPeerLost) return remove(connection.id(), error.what(), now);
   }
   drop(connection, reason, now);
 }

@@ -1,5 +1,9 @@
 #include "tetri/transfer.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -8,6 +12,7 @@
 
 #include "check.h"
 #include "tetri/arena.h"
+#include "tetri/control_channel.h"
 #include "tetri/receiver.h"
 #include "tetri/sender.h"
 
@@ -156,4 +161,50 @@ TEST(messages_from_many_threads_all_arrive) {
   }
   for (std::thread& thread : threads) thread.join();
   for (int turn = 0; turn < 200; ++turn) CHECK(receiver.receive() == "hello");
+}
+
+// It breaks the protocol just when it has left too many answers unread to be told so: until it is
+// gone it may write into its slot.
+TEST(a_writer_that_cannot_be_refused_keeps_its_memory) {
+  Receiver receiver(receiving());
+  const TimePoint deadline = Clock::now() + seconds(20);
+  ControlChannel control(connect_to(parse_endpoint(receiver.endpoint()), deadline, -1));
+  control.send(encode(Hello{receiving().identity, 0, 1, boot_id()}));
+  control.expect(deadline, -1);
+  control.send(encode(LinkChoice{"shm", ""}) + encode(Open{1, "mine", 1, 4096}));
+  control.expect(deadline, -1);
+  const std::string wrong = encode(Open{2, std::string(1000, 'x'), 1, uint64_t{1} << 60});
+  control.send(wrong);
+  const size_t answer = kHeaderSize + control.expect(deadline, -1).body.size();
+  int accepted = -1;
+  for (int fd = 3; fd < 1024 && accepted < 0; ++fd) {
+    try {
+      if (remote_endpoint(fd) == local_endpoint(control.fd())) accepted = fd;
+    } catch (const LinkError&) {  // no socket
+    }
+  }
+  const int small = 1 << 14;  // buffers in the kernel
+  CHECK(::setsockopt(accepted, SOL_SOCKET, SO_SNDBUF, &small, sizeof(small)) == 0);
+  CHECK(::setsockopt(control.fd(), SOL_SOCKET, SO_RCVBUF, &small, sizeof(small)) == 0);
+  const auto say = [&](size_t times, const std::string& last) {
+    for (size_t time = 0; time < times; ++time) control.send(wrong);
+    control.send(last);
+    eventually([&] {
+      control.flush();
+      return !control.wants_write();
+    });
+  };
+  constexpr size_t kMost = 1 << 20;  // of answers that wait for a peer
+  say(kMost / answer, encode(Message{3, "now"}));
+  eventually([&] { return receiver.receive().has_value(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // until the kernel moves no more
+  int unsent = 0, unread = 0;
+  CHECK(::ioctl(accepted, SIOCOUTQ, &unsent) == 0 && ::ioctl(control.fd(), FIONREAD, &unread) == 0);
+  const size_t said = kMost / answer * answer + encode(MessageAck{}).size();
+  const size_t waiting = said - static_cast<size_t>(unsent + unread);
+  say((kMost - waiting) / answer + 1, encode(Joined{}));
+  eventually([&] { return receiver.find("mine")->state == SlotState::kFailed; });
+  CHECK(receiver.stats().quarantined_bytes > 0);
+  control.take();
+  eventually([&] { return receiver.stats().arena_used_bytes == 0; });
 }

@@ -153,7 +153,9 @@ def traffic(turnover: int, prompt_blocks: int) -> dict[str, float]:
     from vllm_tetri.engine.residency import CacheLog
     from vllm_tetri.messages import CacheReport, decode_to_router, encode
 
-    pool = SimpleNamespace(enable_caching=True, enable_kv_cache_events=True)
+    pool = SimpleNamespace(
+        enable_caching=True, enable_kv_cache_events=True, get_cached_block=lambda *_: None
+    )
     scheduler: Any = SimpleNamespace(
         kv_event_publisher=SimpleNamespace(publish=lambda _: None),
         kv_cache_manager=SimpleNamespace(block_pool=pool),

@@ -32,7 +32,8 @@ SEEDS = 3
 
 def systems(usual: EngineConfig) -> dict[str, tuple[EngineConfig, str]]:
     """Return engines and modes by name."""
-    stock = {f"stock, {budget}": Stock(budget) for budget in (128, 256, 512, 2048)}
+    budgets = sorted({128, 256, 512, 2048, usual.most_tokens})
+    stock = {f"stock, {budget}": Stock(budget) for budget in budgets}
     kinds = stock | {f"cadence {every}": Cadence(interval=every) for every in (2, 4)}
     rivals = {name: (replace(usual, kind=kind), "least-in-flight") for name, kind in kinds.items()}
     fixed = {f"chunks of {size}": replace(usual, chunk_tokens=size) for size in (128, 256, 512)}
@@ -45,7 +46,8 @@ def rows(names: Sequence[str], num: int) -> Iterator[dict[str, Any]]:
     for name in names:
         usual = of_profile(EngineConfig(order="fcfs"), profile(name))
         for kind in KINDS:
-            rate = OF_STOCK * num / _play(usual, "stock, 2048", draw(kind, num, 1e6, 0))["span_s"]
+            at_once = _play(usual, f"stock, {usual.most_tokens}", draw(kind, num, 1e6, 0))
+            rate = OF_STOCK * num / at_once["span_s"]
             for system in systems(usual):
                 found = [_play(usual, system, draw(kind, num, rate, seed)) for seed in range(SEEDS)]
                 means = {each: mean(one[each] for one in found) for each in METRICS}

@@ -396,6 +396,13 @@ def _http(target: Target, request: Request) -> bytes:
     return f"POST {path} HTTP/1.1{lines}\r\n\r\n".encode() + raw
 
 
+def _trusting_all() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 # -- in a process of its own ---------------------------------------------------------
 
 
@@ -450,10 +457,3 @@ def _serve() -> None:
 
 if __name__ == "__main__":
     _serve()
-
-
-def _trusting_all() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

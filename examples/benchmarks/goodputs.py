@@ -26,6 +26,7 @@ from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate, score
 
 PROFILES = ("opt-13b-2xv100", "roofline:llama-3-8b:h100", "roofline:llama-3-70b:h100:4")
 ATTAINMENT, LONE, LONE_S = 0.9, 24, 1e3
+_OUTPUT_TIMES = 5  # of a mean output at the slowest pace that counts, that a simulation lasts
 
 
 def strict(engine: EngineConfig, kind: str) -> Objective:
@@ -48,8 +49,11 @@ def promised(slo: Objective) -> type[AdaptiveMode]:
 def goodput(config: ClusterConfig, demand: Demand, slo: Objective, guess: float) -> float:
     """Return requests per second."""
 
+    # Some generations of outputs, or batches are judged before they are as large as they become.
+    span_s = _OUTPUT_TIMES * demand.output_tokens * slo.tpot_s
+
     def scored(rate: float) -> Score:
-        return score(config, demand.specs(rate, 0), slo)
+        return score(config, demand.specs(rate, span_s), slo)
 
     return highest_rate(scored, guess, ATTAINMENT)[0]
 
@@ -57,7 +61,7 @@ def goodput(config: ClusterConfig, demand: Demand, slo: Objective, guess: float)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", default=",".join(PROFILES), help="of instances")
-    parser.add_argument("--num-prompts", type=int, default=720, help="requests at each rate; 720")
+    parser.add_argument("--num-prompts", type=int, default=720, help="at each rate, or more; 720")
     parser.add_argument("--output", type=Path, default=Path("goodputs.jsonl"), help="result file")
     options = parser.parse_args()
     given = {"instances": INSTANCES, "num_prompts": options.num_prompts}

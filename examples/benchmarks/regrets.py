@@ -5,8 +5,8 @@ costs of each profile, five classes and three rates: mode adaptive with four `bo
 by cost, as by default; the same with roles; split with one, two or three prefill instances; whole;
 and chunks of fixed sizes. As in `vllm-tetri regret`, a way costs the geometric mean of mean TTFT
 and mean JCT; its regret is the part by which that is more than the best one's. Four instances of
-stock vLLM stand beside them. Predictions are right to 85 %; all profiles are estimates but that of
-a CPU core.
+stock vLLM stand beside them, with the default budget of the device and with others. Predictions are
+right to 85 %; all profiles are estimates but that of a CPU core.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS = {
     },
 }
 CHUNKS = (256, 512, 1024)  # tokens, of the usual layout and of whole
-BUDGETS = (512, 2048)  # tokens of a step of stock vLLM
+BUDGETS = (512, 2048)  # tokens of a step of stock vLLM, beside its default
 SHOWN = ("ttft_mean_s", "itl_p99_s", "jct_mean_s")
 LINK = 25e9  # bytes per second
 
@@ -56,7 +56,7 @@ def clusters(engine: EngineConfig) -> dict[str, ClusterConfig]:
     for name, tokens in product((USUAL, "whole"), CHUNKS):
         fixed = replace(engine, chunk_tokens=tokens)
         ways[f"{name}, chunks of {tokens}"] = (*LAYOUTS[name], fixed)
-    for tokens in BUDGETS:
+    for tokens in sorted({*BUDGETS, engine.most_tokens}):
         stock = replace(engine, kind=Stock(budget_tokens=tokens))
         ways[f"{STOCK}{tokens}"] = ("least-in-flight", LAYOUTS[USUAL][1], stock)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ import pytest
 
 from examples.benchmarks.client import Request, Target, client, play, send
 from examples.benchmarks.figures import figures, share_in_time
+from tests.certificates import CERTIFICATE, CERTIFICATE_KEY
 
 Write = Callable[[bytes], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nx-tetri-decode: decode-0\r\n\r\n"
@@ -31,7 +33,9 @@ END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 @asynccontextmanager
-async def serving(respond: Callable[[Write], Awaitable[None]]) -> AsyncIterator[Target]:
+async def serving(
+    respond: Callable[[Write], Awaitable[None]], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Target]:
     tasks: list[asyncio.Task[None]] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,10 +58,11 @@ async def serving(respond: Callable[[Write], Awaitable[None]]) -> AsyncIterator[
 
         await respond(write)
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        yield Target(f"http://127.0.0.1:{port}", "model", keep_outputs=True)
+        scheme = "http" if tls is None else "https"
+        yield Target(f"{scheme}://127.0.0.1:{port}", "model", keep_outputs=True)
         for each in tasks:
             each.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -187,11 +192,16 @@ async def test_a_response_that_is_not_streamed_is_read_too() -> None:
     assert (reply.error, reply.text, reply.num_tokens) == ("", "hi", 2)
 
 
-async def test_a_client_in_a_process_of_its_own_plays_a_schedule() -> None:
+@pytest.mark.parametrize("is_https", [False, True])
+async def test_a_client_in_a_process_of_its_own_plays_a_schedule(is_https: bool) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if is_https else None
+    if tls is not None:
+        tls.load_cert_chain(CERTIFICATE, CERTIFICATE_KEY)
+
     async def respond(write: Write) -> None:
         await write(HEAD + event("a") + event("", usage=1) + END)
 
-    async with serving(respond) as target:
+    async with serving(respond, tls) as target:
         with client({0}) as asked:
             replies = await asyncio.to_thread(asked.play, target, [request(1), request(1)])
     found = figures(replies)

@@ -128,6 +128,17 @@ def test_one_step_far_off_says_little(factor: float) -> None:
     assert fit.cost.step_s(*step) == pytest.approx(before_s, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [10.0, 50.0])
+def test_the_step_at_which_a_change_of_speed_is_believed_counts_as_others(factor: float) -> None:
+    fit, changed = learnt(decodes(200)), times(ENGINE, factor)
+    others = decodes(100, seed=9)
+    teach(fit, others[:7], changed)
+    teach(fit, others[7:8], times(changed, 3))
+    teach(fit, others[8:], changed)
+    step = (20, 20 * 400, 0, 0.0)
+    assert fit.cost.step_s(*step) == pytest.approx(changed.step_s(*step), rel=0.1)
+
+
 @pytest.mark.parametrize("step", [(0, 0, 0, 0.0, 1.0), (4, 40, 0, 0.0, 0.0), (4, 40, 0, 0.0, -1.0)])
 def test_steps_that_computed_nothing_or_took_no_time_teach_nothing(
     step: tuple[int, int, int, float, float],

@@ -61,11 +61,11 @@ class StepFit:
         expected_s = self.cost.step_s(num_decodes, decode_context, prompt_tokens, prompt_context)
         unit_s = seconds
         if expected_s > 0:
-            # In this unit a step counts as much if it is slower than expected as if quicker.
-            unit_s = expected_s
             ratio = self._plausible(seconds / expected_s)
             self._error += (abs(ratio - 1) / max(ratio, 1) - self._error) * _ERROR_GAIN
             seconds = ratio * expected_s
+            # In this unit a step counts as much if it is slower than expected as if quicker.
+            unit_s = expected_s if self._num_steps else seconds
         features = [1.0, num_decodes, decode_context, prompt_tokens, prompt_tokens * prompt_context]
         (self._prompts if prompt_tokens else self._decodes).add(features, seconds, unit_s)
         self._num_steps += 1

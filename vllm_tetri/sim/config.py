@@ -30,15 +30,15 @@ class EngineKind:
 @dataclass(frozen=True)
 class Stock(EngineKind):
     """vLLM without this package; with a small budget Sarathi-Serve. Decodes and prompts share the
-    `budget_tokens` of a step."""
+    `budget_tokens` of a step, the engine's `most_tokens` by default."""
 
-    budget_tokens: int = 2048
+    budget_tokens: int | None = None
     can_hand_over: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """An engine. `Stock` uses only `cost`, the KV pool and `max_requests`."""
+    """An engine. `Stock` uses only `cost`, the KV pool, `max_requests` and `most_tokens`."""
 
     cost: StepCost = PROFILES["smollm2-1core"].cost
     kv_blocks: int = 4096
@@ -74,7 +74,8 @@ class EngineConfig:
 
 
 def of_profile(engine: EngineConfig, known: Profile) -> EngineConfig:
-    """Move an engine to a profile's device, with its KV pool if the profile has one."""
+    """Move an engine to a profile's device, with its limits of a step, and its KV pool if the
+    profile has one."""
     blocks = max(1, (known.kv_tokens or engine.pool_tokens) // engine.block_size)
     return replace(
         engine,
@@ -82,6 +83,9 @@ def of_profile(engine: EngineConfig, known: Profile) -> EngineConfig:
         kv_blocks=blocks,
         kv_token_bytes=known.kv_token_bytes,
         front_s=known.front_s,
+        most_tokens=known.most_tokens,
+        max_requests=known.max_requests,
+        tile_tokens=known.tile_tokens,
     )
 
 

@@ -235,7 +235,7 @@ SYSTEMS: dict[str, System] = {
         "steps of whole prompts before steps of decodes",
         lambda parts: _replicas(parts, PromptsFirst()),
     ),
-    "vllm": System("vLLM, 2048 tokens a step", lambda parts: _replicas(parts, Stock())),
+    "vllm": System("vLLM, its default tokens a step", lambda parts: _replicas(parts, Stock())),
     "sarathi": System(
         "vLLM with 512 tokens a step (Sarathi-Serve)",
         lambda parts: _replicas(parts, Stock(SARATHI_BUDGET_TOKENS)),

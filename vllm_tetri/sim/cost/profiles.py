@@ -35,6 +35,10 @@ class Profile:
     front_s: float = 0.0
     gpu: Gpu | None = None  # its kind of GPU, if that is one of the data sheets
     price: float | None = None  # of a GPU hour, if known
+    # Most tokens and requests of a step (on GPUs vLLM's for `vllm serve`), and tiles of kernels.
+    most_tokens: int = 2048
+    max_requests: int = 256
+    tile_tokens: int = 16
 
 
 class Least(StrEnum):
@@ -77,23 +81,36 @@ _BUILT_IN = {
         "opt-13b", _PAPER, 2, _PAPER_POOL, (0.0214, 0.000245, 8.41e-7, 0.000164, 5.46e-9),
     ),
 }  # fmt: skip
+_DEVICES = {"estimate-h100-8b": GPUS["h100-80g"], "opt-13b-2xv100": GPUS["v100-32g"]}
+
+
+def _limits(device: Gpu | None) -> dict[str, Any]:
+    """Return what bounds the steps of an instance on a GPU, or on cores (None)."""
+    if device is None:
+        return {}
+    is_large = device.memory_bytes >= 70 << 30 and not device.name.startswith("a100")
+    tokens, requests = (8192, 1024) if is_large else (2048, 256)
+    return {"most_tokens": tokens, "max_requests": requests, "tile_tokens": 128}
+
+
 PROFILES = {
     name: Profile(
         name, StepCoefficients(*seconds, confidence=1.0), source, source is not _MEASURED,
-        devices, pool, MODELS[model_name].kv_token_bytes,
+        devices, pool, MODELS[model_name].kv_token_bytes, **_limits(_DEVICES.get(name)),
     )
     for name, (model_name, source, devices, pool, seconds) in _BUILT_IN.items()
 }  # fmt: skip
 _SECONDS = {field.name for field in fields(StepCoefficients)} - {"confidence"}
-_COUNTS = ("kv_tokens", "kv_token_bytes")
+_COUNTS = ("kv_tokens", "kv_token_bytes", "most_tokens", "max_requests", "tile_tokens")
 
 
 def profile(name: str) -> Profile:
     """Return a built-in profile, `roofline:MODEL:GPU[:DEVICES]`, or one from a JSON file.
 
     The file holds `version`, which is 1, and `base_s`, `request_s`, `token_s`, `prompt_s` and
-    `context_s`, in seconds. It may hold `front_s`, `kv_tokens` and `kv_token_bytes`. Raises
-    ConfigError if there is none of that name, or the file holds something else.
+    `context_s`, in seconds. It may hold `front_s`, `kv_tokens`, `kv_token_bytes`, `most_tokens`,
+    `max_requests` and `tile_tokens`. Raises ConfigError if there is none of that name, or the file
+    holds something else.
     """
     if name in PROFILES:
         return PROFILES[name]
@@ -124,6 +141,7 @@ def roofline_profile(model_name: str, gpu_name: str, parallel: int = 1) -> Profi
         kv_tokens=kv_tokens(what, device, parallel),
         kv_token_bytes=what.kv_token_bytes,
         gpu=device,
+        **_limits(device),
     )
 
 
@@ -134,7 +152,7 @@ def _read(path: Path) -> Profile:
         if version != VERSION or not _SECONDS <= names <= {*_SECONDS, "front_s", *_COUNTS}:
             raise ConfigError(
                 f"profile {path}: write an object of version, which is {VERSION}, "
-                f"{', '.join(sorted(_SECONDS))}, and if you like front_s, {' and '.join(_COUNTS)}"
+                f"{', '.join(sorted(_SECONDS))}, and if you like {', '.join(('front_s', *_COUNTS))}"
             )
         for name, value in values.items():
             least = 1 if name in _COUNTS else 0
@@ -142,6 +160,8 @@ def _read(path: Path) -> Profile:
                 raise ConfigError(f"profile {path}: {name} is {value!r}, must be {least} or more")
         values |= {name: int(values[name]) for name in _COUNTS if name in values}
         cost = StepCoefficients(**{name: values.pop(name) for name in _SECONDS}, confidence=1.0)
+    except ConfigError:
+        raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"profile {path}: {error!r}") from error
     if not cost.base_s + min(cost.prompt_s, cost.request_s):

@@ -42,7 +42,8 @@ class StockInstance(Instance):
 
     def compose(self, now: float) -> list[Share]:
         assert isinstance(self.engine.kind, Stock)
-        budget, preemptions = self.engine.kind.budget_tokens, self.preemptions
+        budget = self.engine.kind.budget_tokens or self.engine.most_tokens
+        preemptions = self.preemptions
         self.grow(now)
         shares: list[Share] = []
         left = self.go_on(budget - len(self.batch), shares, now)

@@ -42,7 +42,6 @@ _MOST_WORTHY = 4
 _MIDDLE_TOKENS = 1024  # of a step
 _LARGER, _SMALLER = (2048, 4096, 8192), (512, 256, 128)
 _WORTH = 1.03  # what other tokens in a step must bring
-_MOST_DECODES = 256  # vLLM's default of requests in a step
 _OUTPUT_TIMES = 5  # of a mean output, that a simulation lasts at least
 _TTFT_TIMES = 30  # of the SLO: 3 % too much work lets a queue grow that far in it
 _QUEUE_REQUESTS = 6000  # the most that are simulated to let a queue grow
@@ -288,8 +287,8 @@ class _Search:
         """Return the most decodes that keep the TPOT SLO and fit into the pool, and the seconds of
         their step."""
         demand = self._question.demand
-        pool_tokens = of_profile(EngineConfig(), profile).pool_tokens
-        most = min(_MOST_DECODES, pool_tokens / (demand.prompt_tokens + demand.output_tokens))
+        engine, tokens = of_profile(EngineConfig(), profile), demand.prompt_tokens
+        most = min(engine.max_requests, engine.pool_tokens / (tokens + demand.output_tokens))
         context = demand.prompt_tokens + demand.output_tokens / 2
         for batch in range(max(1, int(most)), 0, -1):
             step_s = profile.cost.step_s(batch, batch * context, 0, 0)
