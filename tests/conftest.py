@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ gc.set_threshold(50_000, 20, 100)
 # A shell starts its background jobs without it, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+ROOT = Path(__file__).parent.parent
 TICK_S, STILL_S = 0.2, 3.0
 
 
@@ -48,6 +51,14 @@ class Watch(threading.Thread):
 
 
 WATCH = Watch(name="watch", daemon=True)
+
+
+def pytest_sessionstart() -> None:
+    """Python takes a compiled module, however old, before its source."""
+    digests = ROOT / "build/compiled.json"
+    for name, digest in (json.loads(digests.read_text()) if digests.exists() else {}).items():
+        if sha256((ROOT / name).read_bytes()).hexdigest() != digest:
+            pytest.exit(f"{name} has changed since it was compiled: run `make install`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vllm_tetri import plugins
@@ -66,15 +67,27 @@ class Never:
     """Lets no request in beside others."""
 
     def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
-        return False
+        return np.bool_(0)  # type: ignore[return-value]
 
     def growth_blocks(self, pool: Admission) -> int:
-        return 0
+        return np.int64(3)  # type: ignore[return-value]
 
 
-def test_a_class_is_an_admission_policy() -> None:
-    found = load_policy("admission", f"{__name__}:Never")
-    assert type(found).__name__ == "Never"
+def shortest(prompt: Prompt) -> int:
+    """Sort key that is no tuple."""
+    return prompt.remaining_tokens
+
+
+def test_a_class_is_an_admission_policy_and_anything_that_sorts_a_key() -> None:
+    engine = EngineConfig(
+        kv_blocks=200, order=f"{__name__}:shortest", admission=f"{__name__}:Never"
+    )
+    setting = ClusterConfig(make_instances(1, 1, engine=engine))
+    served = simulate(setting, [RequestSpec(number, 0.0, 100, 50) for number in range(3)])
+    first, second, third = sorted(served, key=lambda each: each.last_token_s)
+    assert first.last_token_s < second.last_token_s < third.last_token_s
+    pool = Admission(load_policy("admission", f"{__name__}:Never"), block_size=16, total_blocks=9)
+    assert pool.reserved_blocks == 3
 
 
 @pytest.mark.parametrize(

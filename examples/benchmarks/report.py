@@ -51,7 +51,8 @@ FOUR_DEVICES = {
     "whole-4": "whole, 4 `both`",
     "adaptive-4": "adaptive, 4 `both`",
 }
-WAYS = {
+WAYS = {  # with stock's budgets from the largest on, which is its default
+    "stock, budget 8192": "stock, budget 8,192",
     "stock, budget 2048": "stock, budget 2,048",
     "stock, budget 512": "stock, budget 512",
     "split 2P2D": "split, 2 prefill + 2 decode",
@@ -252,7 +253,7 @@ def modes() -> str:
     rows: dict[str, dict[str, object]] = {}
     for kind in ("mixed", "hpld", "lphd"):
         found = cells[cells["class"] == kind]["figures"]
-        for way, title in WAYS.items():
+        for way, title in _known(WAYS, found.iloc[0]):
             means = [
                 1e3 * sum(each) / len(found)
                 for each in zip(*(one[way] for one in found), strict=True)
@@ -264,17 +265,24 @@ def modes() -> str:
 
 def goodputs(profile: str) -> str:
     """Goodput of a profile in requests per second by way of serving and class, and in parts of that
-    of stock with its usual budget."""
+    of stock with its default budget."""
     _, cells = load(RESULTS / "goodputs.jsonl.gz")
     rates = cells[cells["profile"] == profile].pivot_table(
         values="per_s", index="way", columns="class", sort=False
     )
-    usual, rows = rates.loc[next(iter(WAYS))], []
-    for way, title in {**WAYS, "adaptive, promised": "adaptive, SLOs promised"}.items():
+    ways = {**WAYS, "adaptive, promised": "adaptive, SLOs promised"}
+    known, rows = _known(ways, rates.index), []
+    usual = rates.loc[known[0][0]]
+    for way, title in known:
         found = rates.loc[way].items()
         parts = {kind: f"{rate:.3g} ({rate / usual[kind]:.2f})" for kind, rate in found}
         rows.append({"4 instances": title, **parts})
     return markdown(rows)
+
+
+def _known(ways: dict[str, str], results: Iterable[object]) -> list[tuple[str, str]]:
+    names = set(results)
+    return [(way, title) for way, title in ways.items() if way in names]
 
 
 def several_routers() -> str:
@@ -308,25 +316,19 @@ def paper_classes() -> str:
 
 
 def decisions() -> str:
-    """CPU time of a dispatch decision, over all cases, and of what is done once per view."""
-    raw = json.loads(gzip.decompress((RESULTS / "decisions.json.gz").read_bytes()))
-    sizes = {"10": "10 instances", "100": "100", "1000": "1,000"}
-    medians = {
-        size: sorted(round(case[size]["median_us"]) for case in raw["dispatch"].values())
-        for size in sizes
-    }
-    return markdown(
-        [
-            {
-                "": "dispatch",
-                **{n: f"{medians[s][0]} to {medians[s][-1]}" for s, n in sizes.items()},
-            },
-            {
-                "": "once per view",
-                **{n: f"{raw['view'][size]['median_us']:.0f}" for size, n in sizes.items()},
-            },
-        ]
-    )
+    """CPU time of decisions in µs, medians; of dispatch over all cases."""
+    _, cells = load(RESULTS / "decisions.jsonl.gz")
+    found = cells.groupby(["decision", "case", "code", "instances"])["median_us"].first()
+    sizes = {10: "10 instances", 100: "100", 1000: "1,000"}
+    rows: dict[str, dict[str, str]] = {}
+    for decision, case in found.index.droplevel(["code", "instances"]).unique():
+        title = f"{decision}, {case}" if case else decision
+        rows[title] = {"": title} | {
+            name: f"{found[decision, case, 'compiled', size]:,.0f}"
+            f" ({found[decision, case, 'Python', size]:,.0f})"
+            for size, name in sizes.items()
+        }
+    return markdown([*rows.values()])
 
 
 def caches() -> str:

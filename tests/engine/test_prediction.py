@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -125,6 +126,13 @@ def test_a_reply_goes_to_the_router_and_with_the_response(
     assert scene.prefilled("a").predicted == reply
     assert [message.predicted for message in scene.published] == [reply] * len(scene.published)
     assert scene.missed == 0
+
+
+def test_a_predictor_may_use_numpy(scene: Scene) -> None:
+    scene.send("a", prompt(2 * CHUNK))
+    lengths: Any = [np.float32(each) for each in THIRD.lengths]
+    scene.predictor.replies.append(("a", Prediction(lengths)))
+    assert scene.prefilled("a").predicted == THIRD
 
 
 def test_a_prediction_after_the_first_chunk_is_counted_and_still_used(scene: Scene) -> None:

@@ -6,12 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from tests.policy.builders import serving
 from tests.sim.builders import (
     COST,
     HANDOVER_S,
@@ -25,7 +24,7 @@ from tests.sim.builders import (
 )
 from vllm_tetri import cli
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.policy.cluster import ClusterTable
+from vllm_tetri.policy.cluster import ClusterTable, InstanceRow
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.sim.cluster import ENGINES, run, simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock, make_instances
@@ -242,9 +241,7 @@ def test_of_many_instances_a_router_asks_few() -> None:
     mode = WholeMode(config)
     for number, each in enumerate(config.instances):
         mode.residency.update(each.id, range(number), (), is_all=False)
-    rows: list[Any] = [
-        SimpleNamespace(id=each.id, kv_endpoint="", alone="") for each in config.instances
-    ]
+    rows = [InstanceRow(serving(each.id), COST, 0, 0.0, 0.0) for each in config.instances]
 
     held = mode.look_up(named(0, 4100, 1, tuple(range(8))), rows).cached
 

@@ -153,6 +153,8 @@ class Predictions:
         for request_id, prediction in self.predictor.poll():
             entry = self.entries.get(request_id)
             if entry is not None:
+                if prediction is not None:  # policies are compiled: a tuple of plain numbers
+                    prediction = Prediction(tuple(map(float, prediction.lengths)))
                 entry.is_settled, entry.prediction = True, prediction
 
     def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from operator import itemgetter
 from types import MappingProxyType
@@ -169,21 +170,28 @@ class PriceCandidates:
         spares_prefill: bool = True,
         spares_decode: bool = False,
     ) -> None:
-        def kinds(cost: Callable[[InstanceRow], float], spared: Role | None) -> list[Ranked]:
-            able = [row for row in rows if row.role is not spared or row.alone]
-            sets = [able, rows] if len(able) < len(rows) else [rows]
-            return [Ranked(state, each, cost) for each in sets]
-
-        def first_s(row: InstanceRow) -> float:
-            return ttft_s(row, usual.prompt_tokens)
-
-        def whole_s(row: InstanceRow) -> float:
-            return weight * first_s(row) + _decode_cost(row, usual)[1]
-
-        self.prefill = kinds(first_s, Role.DECODE if spares_decode else None)
-        self.whole = kinds(whole_s, Role.PREFILL if spares_prefill else None)
+        first_s = partial(ttft_s, prompt_tokens=usual.prompt_tokens)
+        self.prefill = _kinds(state, rows, first_s, Role.DECODE if spares_decode else None)
         best = self.prefill[-1].least(1)
         weight = _weight(first_s(best[0]), _decode_cost(best[0], usual)[1]) if best else 1.0
+        whole_s = partial(_whole_s, usual, weight)
+        self.whole = _kinds(state, rows, whole_s, Role.PREFILL if spares_prefill else None)
+
+
+# Functions inside of a compiled one keep each other, and so all rows, until Python looks for cycles.
+def _kinds(
+    state: ClusterState,
+    rows: Sequence[InstanceRow],
+    cost: Callable[[InstanceRow], float],
+    spared: Role | None,
+) -> list[Ranked]:
+    able = [row for row in rows if row.role is not spared or row.alone]
+    sets = [able, rows] if len(able) < len(rows) else [rows]
+    return [Ranked(state, each, cost) for each in sets]
+
+
+def _whole_s(usual: Need, weight: float, row: InstanceRow) -> float:
+    return weight * ttft_s(row, usual.prompt_tokens) + _decode_cost(row, usual)[1]
 
 
 def _some_of(

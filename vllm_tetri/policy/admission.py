@@ -73,7 +73,7 @@ class Admission:
     with less of it there are more free blocks for a policy.
     """
 
-    def __init__(self, policy: AdmissionPolicy, *, block_size: int, total_blocks: int) -> None:
+    def __init__(self, policy: Any, *, block_size: int, total_blocks: int) -> None:
         self.policy = policy
         self.trust = 1.0
         self._size = block_size
@@ -201,7 +201,7 @@ class DecodeGate:
 
     def __init__(
         self,
-        policy: AdmissionPolicy,
+        policy: Any,
         end: End,
         *,
         lengths: OutputLengths,

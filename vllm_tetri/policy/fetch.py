@@ -9,7 +9,6 @@ prefix is copied to where a queue is shorter, and hot prefixes lie at several in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
@@ -54,6 +53,7 @@ class Prefix:
     ) -> None:
         self.cached, self._prompt_tokens = cached, prompt_tokens
         self._plans: dict[InstanceId, FetchPlan | None] = {}
+        self._offers: list[_Offer] | None = None
         self._holders = [row for row in holders if row.kv_endpoint and not row.alone]
         self._most_tokens = max(map(self._held, self._holders), default=0)
 
@@ -78,10 +78,11 @@ class Prefix:
             self._plans[row.id] = self._best_plan(row, here) if is_able else None
         return self._plans[row.id]
 
-    @cached_property
-    def _offers(self) -> list[_Offer]:
-        """What may be fetched: minus the tokens, the time for none and for each of them, and from
-        where. One that is slower to fetch than as many or more tokens of its kind is none."""
+    def _best_offers(self) -> list[_Offer]:
+        """Return what may be fetched: minus the tokens, the time for none and for each of them, and
+        from where. One that is slower to fetch than as many or more tokens of its kind is none."""
+        if self._offers is not None:
+            return self._offers
         found: list[_Offer] = []
         offers = [
             (-self._held(row), fetch_s(row, 0), row.view.load.handover_token_s, row)
@@ -94,12 +95,13 @@ class Prefix:
                     break
             else:
                 found.append(offer)
+        self._offers = found
         return found
 
     def _best_plan(self, row: InstanceRow, here: int) -> FetchPlan | None:
         best: FetchPlan | None = None
         prompt_tokens, compute_s = self._prompt_tokens, 0.0
-        for minus_there, none_s, each_s, holder in self._offers:
+        for minus_there, none_s, each_s, holder in self._best_offers():
             there = -minus_there
             num_tokens = there - here
             if num_tokens <= 0 or holder.key != row.key:

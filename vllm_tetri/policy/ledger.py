@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, NamedTuple
@@ -150,16 +149,20 @@ class Ranked:
     ) -> None:
         self._state, self._cost = state, cost
         self.by_id = {row.id: row for row in rows}
+        self._order: list[tuple[Any, int, InstanceRow]] | None = None
 
-    @cached_property
-    def _order(self) -> list[tuple[Any, int, InstanceRow]]:
-        """Costs as last looked at, a number that is another one for every row, and the rows."""
-        rows = enumerate(self.by_id.values())
-        return sorted((self._cost(self._state.row(row)), number, row) for number, row in rows)
+    def _ordered(self) -> list[tuple[Any, int, InstanceRow]]:
+        """Return costs as last looked at, a number that is another one for every row, and rows."""
+        if self._order is None:
+            rows = enumerate(self.by_id.values())
+            self._order = sorted(
+                (self._cost(self._state.row(row)), number, row) for number, row in rows
+            )
+        return self._order
 
     def least(self, count: int, taken: Collection[InstanceId] = ()) -> list[InstanceRow]:
         """Return the cheapest that are not `taken`, the first of equals first."""
-        order, row_of, at = self._order, self._state.row, 0
+        order, row_of, at = self._ordered(), self._state.row, 0
         found: list[InstanceRow] = []
         while at < len(order) and len(found) < count:
             _, number, before = order[at]

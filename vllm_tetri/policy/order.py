@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 SRTF_BOUND = 2
 LEVEL_TOKENS = 64
@@ -40,7 +41,7 @@ class Prompt:
     fcfs_tokens: int  # tokens until it would be done under first come first served
     computed_before_tokens: int  # what the instance had computed when it came
     is_due: bool = False  # whether nothing that came later may go before it any more
-    key: tuple[float, ...] = ()  # by its order, as it is now
+    key: Any = ()  # by its order, as it is now; anything that sorts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Order:
     again at every chunk border, started ones included, which may pause these; its key must then
     put prompts with `is_due` first. A key is asked for when a prompt has changed, and kept."""
 
-    key: Callable[[Prompt], tuple[float, ...]]
+    key: Callable[[Prompt], Any]
     is_preemptive: bool = False
 
 

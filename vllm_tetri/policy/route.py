@@ -96,9 +96,9 @@ def choose_route(
     best = able[0]
     if cached:
         queued_tokens, most = best.queued_tokens, max(cached.values())
-        least_tokens: float = queued_tokens - cached.get(best.id, 0)
+        least_tokens = float(queued_tokens - cached.get(best.id, 0))
         for row in kind.named(cached, taken):
-            left_tokens = row.queued_tokens - cached[row.id]
+            left_tokens = float(row.queued_tokens - cached[row.id])
             if reach and queued_tokens - most < left_tokens < least_tokens:
                 least_tokens = min(least_tokens, queued_tokens - reach(able[0]))
             if left_tokens < least_tokens:

@@ -46,7 +46,7 @@ class Bounds:
         return self.least < self.most
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.most}" if self.is_range else str(self.least)
+        return f"{self.least}:{self.most:.0f}" if self.is_range else str(self.least)
 
 
 def all_bounds(given: Mapping[Role, Bounds] | None) -> dict[Role, Bounds]:

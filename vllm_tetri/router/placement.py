@@ -344,9 +344,9 @@ class Placer:
         tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)
         bound, num = request.max_tokens, request.num_choices
         if bound is not None and (bound < tokens or request.ignores_eos):
-            tokens = bound
+            tokens = float(bound)
         if rows and (most := rows[0].view.info.max_model_len) < tokens:
-            tokens = most
+            tokens = float(most)
         prompt_tokens = prompt_tokens if prompt_tokens > 1 else 1  # a body may be empty
         return Need(prompt_tokens, tokens * (num if num < _MAX_CHOICES else _MAX_CHOICES))
 

@@ -40,6 +40,7 @@ _FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent",
               "endpoint-load-metrics-format")  # fmt: skip
 LOAD_HEADER = "endpoint-load-metrics"  # of a response, if the request has the last one (ORCA)
 _BYTES_PER_TOKEN = 4
+_MOST = 1 << 62  # JSON has whole numbers that no float is as large as
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Headers that concern a connection or the encoding of a body, not the request.
 _HOP_BY_HOP = frozenset(
@@ -89,7 +90,8 @@ class ApiRequest:
         self.has_choices = num not in (None, 1)  # outputs with a first token each
         self.num_choices = num if _is_int(num) and num > 0 else 1
         # Bound of the output length, if there is one, and whether outputs end only there.
-        self.max_tokens = next((each for each in bounds if _is_int(each) and each > 0), None)
+        given = (min(each, _MOST) for each in bounds if _is_int(each) and each > 0)
+        self.max_tokens = next(given, None)
         self.ignores_eos = get("ignore_eos") is True
         self.wants_logprobs = bool(logprobs) if self.path == CHAT else logprobs is not None
         # Whether the stream ends with an event that counts tokens, and whether each does.
