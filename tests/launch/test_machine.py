@@ -49,13 +49,14 @@ def test_own_cores_are_neighbours_with_as_many_threads() -> None:
     assert prefill.nice == decode.nice == 0
 
 
-def test_prefill_yields_on_shared_cores_and_waiting_threads_sleep() -> None:
+def test_prefill_yields_on_shared_cores_and_waiting_threads_soon_sleep() -> None:
     prefill, decode = place(PAIR, cpu(4), "shared-cores")
     assert prefill.cores == decode.cores == (0, 1, 2, 3)
     assert (prefill.nice, decode.nice) == (PREFILL_NICE, 0)
     environment = dict(decode.environment)
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert environment["GOMP_SPINCOUNT"] == environment["KMP_BLOCKTIME"] == "0"
+    assert environment["KMP_BLOCKTIME"] == "0"
+    assert 500 <= int(environment["GOMP_SPINCOUNT"]) <= 3000
 
 
 def test_instances_of_several_workers_which_poll_are_equals() -> None:
