@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 
 from tests.router.fakes import FakeInstance, cluster, eventually, pair
 from vllm_tetri.admin import explain_text
 from vllm_tetri.messages import Served
 from vllm_tetri.policy.route import Event
-from vllm_tetri.router import history
+from vllm_tetri.router import history, tracing
 from vllm_tetri.router.explain import explain, parts, replayable
 from vllm_tetri.router.history import Ended
 from vllm_tetri.router.table import Mark, Trace
@@ -155,3 +158,15 @@ def test_a_trace_goes_on_unless_its_client_samples_it_out() -> None:
     out = {"traceparent": f"{parent}-00"}
     assert Trace(out).headers_to(P, out) == out
     assert Trace({"traceparent": "nonsense"}).headers_to(P, {})["traceparent"].startswith("00-")
+
+
+def test_a_collector_that_does_not_respond_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "_CLOSE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        traces = tracing.Tracing(f"http://127.0.0.1:{collector.getsockname()[1]}")
+        traces.end(Trace({}), ended(SPLIT))
+        began_s = time.monotonic()
+        traces.close()
+    assert time.monotonic() - began_s < 5

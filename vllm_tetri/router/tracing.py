@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from vllm_tetri.router.history import Ended
 from vllm_tetri.router.table import Trace
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-_CLOSE_MS = 5000
+_CLOSE_S = 5.0
 
 
 class Tracing:
@@ -71,9 +72,11 @@ class Tracing:
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send what is left."""
-        self._processor.force_flush(_CLOSE_MS)
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send what is left, unless the collector takes too long for it."""
+        # It may wait for minutes, whatever it is told.
+        ending = threading.Thread(target=self._processor.shutdown, daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
 
 
 def _spans(
