@@ -186,6 +186,17 @@ async def test_trailers_may_end_a_body() -> None:
 
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+async def test_a_body_may_be_empty(mode: SendMode) -> None:
+    async with instances("a") as made:
+        exchange = Exchange(made.scheduler)
+        first = await exchange.on(head_of("/v1/responses/resp_1/cancel", mode))
+        answers = await exchange.on(body_of(b""))
+        assert Seen(answers).endpoints == [endpoint(made["a"])]
+        assert answers[-1].request_body is not None
+        assert sum(each.request_headers is not None for each in [*first, *answers]) == 1
+
+
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
 async def test_a_client_cannot_order_transfers(mode: SendMode) -> None:
     async with instances("a") as made:
         body = {**BODY, "kv_transfer_params": {"tetri": {"kind": "fetch"}}}

@@ -53,6 +53,7 @@ class Exchange:
         self._scheduler, self._num_fallbacks = scheduler, num_fallbacks
         self._modes = ext_proc.ProtocolConfiguration()
         self._headers, self._body = dict[str, str](), bytearray()
+        self._has_body = False  # which may be empty
         self._subset: list[str] | None = None  # endpoints that the gateway allows, if it says so
         self._entry: Entry | None = None
         self._is_placed, self._problem = False, ""
@@ -94,8 +95,8 @@ class Exchange:
             scheduler.history.record(entry, "passed", outcome, self._problem, time.monotonic())
 
     async def _on_head(self, head: ext_proc.HttpHeaders) -> list[ProcessingResponse]:
-        self._headers = _headers_of(head)
-        if head.end_of_stream:
+        self._headers, self._has_body = _headers_of(head), not head.end_of_stream
+        if not self._has_body:
             return await self._place()
         if self._modes.request_body_mode == _BUFFERED:
             return [ProcessingResponse(request_headers=ext_proc.HeadersResponse())]
@@ -129,7 +130,7 @@ class Exchange:
             added[RANK_HEADER] = str(info.rank)
         metadata = Struct.from_dict({LOAD_BALANCER: {DESTINATION: endpoints}})
         common = ext_proc.CommonResponse(clear_route_cache=True)
-        is_buffered = raw and self._modes.request_body_mode == _BUFFERED
+        is_buffered = self._has_body and self._modes.request_body_mode == _BUFFERED
         if is_buffered and request.raw != raw:
             added["content-length"] = str(len(request.raw))
             common.body_mutation = ext_proc.BodyMutation(body=request.raw)
@@ -138,7 +139,7 @@ class Exchange:
             body = ext_proc.BodyResponse(response=common)
             return [ProcessingResponse(request_body=body, dynamic_metadata=metadata)]
         head = ext_proc.HeadersResponse(response=common)
-        chunks = _chunks_of(request.raw, ends=ends) if raw else ()
+        chunks = _chunks_of(request.raw, ends=ends) if self._has_body else ()
         return [ProcessingResponse(request_headers=head, dynamic_metadata=metadata), *chunks]
 
     def _choose(self, request: ApiRequest) -> InstanceInfo:
@@ -258,6 +259,6 @@ def _streamed(body: bytes, is_last: bool) -> ext_proc.BodyResponse:
 
 
 def _chunks_of(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
-    for end in range(_CHUNK_BYTES, len(body) + _CHUNK_BYTES, _CHUNK_BYTES):
+    for end in range(_CHUNK_BYTES, max(len(body), ends) + _CHUNK_BYTES, _CHUNK_BYTES):
         chunk = _streamed(body[end - _CHUNK_BYTES : end], ends and end >= len(body))
         yield ProcessingResponse(request_body=chunk)
