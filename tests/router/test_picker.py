@@ -33,6 +33,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY
+from tests.faults.proxy import Kind, Proxy, Trouble
 from tests.router.fakes import (
     Cluster,
     FakeInstance,
@@ -42,6 +43,7 @@ from tests.router.fakes import (
     ranks,
     until_reported,
 )
+from vllm_tetri.picker import service
 from vllm_tetri.picker.command import add_arguments
 from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange
 from vllm_tetri.picker.service import (
@@ -322,6 +324,26 @@ async def test_what_a_gateway_cuts_is_not_counted() -> None:
         await eventually(lambda: in_flight(made) == {"a": 148})
         await channel.close()
         await eventually(lambda: in_flight(made) == {})
+
+
+async def test_a_gateway_whose_host_vanishes_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_PING_MS", 300)
+    async with instances("a") as made:
+        server = server_for(made.scheduler, 0)
+        with Proxy("127.0.0.1", listen(server, "127.0.0.1", 0, None)) as network:
+            await server.start()
+            async with grpc.aio.insecure_channel(network.endpoint) as channel:
+                call = channel.stream_stream(f"/{PROCESSOR}/Process", bytes)()
+                await call.write(head_of())
+                await call.write(body_of(json.dumps(BODY).encode()))
+                await eventually(lambda: in_flight(made) == {"a": 1})
+                await asyncio.sleep(1)
+                assert in_flight(made) == {"a": 1}  # it says nothing, and answers pings
+                network.make(Trouble(Kind.STALL))
+                await eventually(lambda: in_flight(made) == {})
+        await server.stop(None)
 
 
 async def test_health_follows_the_instances() -> None:

@@ -20,6 +20,8 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_BODY_BYTES + (1 << 16)),
 )
+_PINGS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+_PING_MS = 10_000  # until a silent gateway is pinged, and until it must have responded
 
 
 def server_for(scheduler: GlobalScheduler, num_fallbacks: int) -> grpc.aio.Server:
@@ -47,7 +49,7 @@ def server_for(scheduler: GlobalScheduler, num_fallbacks: int) -> grpc.aio.Serve
         check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
     )
     services = {PROCESSOR: {"Process": processing}, HEALTH: {"Check": checking}}
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=(*_OPTIONS, *((name, _PING_MS) for name in _PINGS)))
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler(*each) for each in services.items()]
     )
