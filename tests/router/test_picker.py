@@ -162,6 +162,19 @@ async def test_a_request_is_counted_where_it_goes_until_its_end(mode: SendMode) 
         assert 'outcome="ok",route="passed"} 1.0' in await made.metrics()
 
 
+async def test_what_is_no_fault_of_the_client_is_an_error() -> None:
+    async with instances("a") as made:
+        for status in ("400", "501", "503"):
+            await ask(exchange := Exchange(made.scheduler))
+            await exchange.on(response_of(status))
+            exchange.close()
+        none = metadata("envoy.lb.subset_hint", **{SUBSET: []})
+        assert (await ask(Exchange(made.scheduler), context=none)).error[0] == 503
+        found = await made.metrics()
+        for outcome in ("rejected", "error"):
+            assert f'outcome="{outcome}",route="passed"}} 2.0' in found
+
+
 @pytest.mark.parametrize("size", [10, 200_000])
 async def test_a_streamed_body_is_passed_on_whole(size: int) -> None:
     async with instances("a") as made:

@@ -193,14 +193,15 @@ class Exchange:
                     self._entry.send_aggregated(row.id)
             self._entry.begin_output()
             status = _headers_of(message.response_headers)[":status"]
-            self._outcome = "ok" if status < "400" else "rejected"
+            self._outcome = _outcome_of(int(status))
 
     def _refused(self, refusal: Refusal) -> ProcessingResponse:
         """Return the response that the gateway is to send instead of an instance's."""
-        self._outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
+        is_shed = isinstance(refusal, NoCapacity)
+        self._outcome = "busy" if is_shed else _outcome_of(refusal.status)
         self._problem = str(refusal)
         self.close()
-        if isinstance(refusal, NoCapacity):  # the protocol's status for load that is shed
+        if is_shed:  # the protocol has another status
             words, kind, wait_s = str(refusal), refusal.kind, refusal.retry_after_s
             refusal = Refusal(429, words, kind=kind, retry_after_s=wait_s)
         headers = {"content-type": "application/json", **refusal.headers()}
@@ -223,6 +224,11 @@ def _request_of(headers: Mapping[str, str], raw: bytes) -> ApiRequest:
         rules = _RULES.get((method, path), _OTHER)
     given = {"X-Request-Id": headers.get("x-request-id", "")}
     return parse_request(path, raw, given, method=method, rules=rules)
+
+
+def _outcome_of(status: int) -> str:
+    """Return how a request ended that got this status, as in `Metrics.requests`."""
+    return "ok" if status < 400 else "error" if 500 <= status != 501 else "rejected"
 
 
 def _endpoint_of(info: InstanceInfo) -> str:
