@@ -163,6 +163,7 @@ async def test_when_all_are_in_trouble_the_last_says_it_itself() -> None:
             each.handler = fails(500, {"message": "died"})
         status, answer, _ = await ask(made, "/v1/messages")
         assert (status, json.loads(answer)) == (500, {"error": {"message": "died"}})
+        assert await metric(made, 'tetri_requests_total{outcome="error",route="passed"}') == 1
 
 
 async def test_a_full_instance_is_passed_over_and_all_full_is_503() -> None:

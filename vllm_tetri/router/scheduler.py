@@ -172,7 +172,8 @@ class GlobalScheduler:
             response = await relay.serve()
             if not entry.is_over:  # else it broke off in the middle
                 is_ok = response.status < 400 and entry.phase in (Phase.DECODING, Phase.SERVING)
-                outcome = "ok" if is_ok else "rejected"
+                is_failure = 500 <= response.status != 501  # a passed route's
+                outcome = "ok" if is_ok else "error" if is_failure else "rejected"
                 entry.on(Event.FINISH if is_ok else Event.FAIL)
                 if is_ok:
                     self.poison.clear(request)
