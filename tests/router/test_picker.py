@@ -10,8 +10,10 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -295,6 +297,15 @@ async def test_an_instance_without_an_address_is_not_named() -> None:
         await eventually(lambda: made.scheduler.info(made["a"].id) is not None)
         await until_reported(made)
         assert (await ask(Exchange(made.scheduler))).error[0] == 503
+
+
+async def test_a_url_without_a_port_has_that_of_http() -> None:
+    async with instances() as made:
+        info = replace(both("a").info(), url="http://127.0.0.1")
+        members = made.scheduler.monitor.members
+        members.join(b"a", info, time.monotonic())
+        members.mark_ready(info)
+        assert (await ask(Exchange(made.scheduler))).endpoints == ["127.0.0.1:80"]
 
 
 @pytest.mark.parametrize(

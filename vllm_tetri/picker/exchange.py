@@ -239,7 +239,8 @@ def _endpoint_of(info: InstanceInfo) -> str:
         address = ip_address(url.hostname or "")
     except ValueError:
         return ""
-    return f"[{address}]:{url.port}" if address.version == 6 else f"{address}:{url.port}"
+    port = url.port or 80
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
 def _headers_of(head: ext_proc.HttpHeaders) -> dict[str, str]:
