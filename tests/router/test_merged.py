@@ -77,6 +77,19 @@ async def test_ranks_of_a_server_are_counted_once() -> None:
         assert merged["vllm:num_requests_running"] == 3
 
 
+async def test_a_server_whose_first_rank_leaves_is_still_counted_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(merged, "_FRESH_S", 0.0)
+    first, other = ranks(Role.BOTH, Role.BOTH)
+    first.metrics = metrics_of(3, 0.5, 40)
+    async with cluster(first, other) as made:
+        assert (await samples(made))["vllm:prompt_tokens_total"] == 40
+        assert (await made.order(f"instances/{first.id}/drain"))[0] == 202
+        await eventually(lambda: made.state(first.id) == "absent")
+        first.metrics = metrics_of(3, 0.5, 41)
+        for _ in range(2):
+            assert (await samples(made))["vllm:prompt_tokens_total"] == 41
+
+
 async def test_counts_stay_when_an_instance_leaves_and_gauges_do_not(monkeypatch: Any) -> None:
     monkeypatch.setattr(merged, "_FRESH_S", 0.0)
     p, d = pair()

@@ -18,7 +18,7 @@ from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.upstream import Upstream
-from vllm_tetri.types import InstanceId, InstanceState
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
 
 _TIMEOUT_S = 2.0  # longest wait for one instance
 _FRESH_S = 1.0  # metrics are not scraped again before this time
@@ -27,6 +27,7 @@ _MAX_ORIGINS = 256
 _MOST_AWAY = 64  # processes that may come back as they were
 _OPENAPI = "/openapi.json"
 _VLLM = "# HELP vllm:"  # first words of a family; others are about the process
+_Process = tuple[InstanceId, int]
 
 
 @dataclass(slots=True)
@@ -77,6 +78,10 @@ def render_families(families: Mapping[str, Family]) -> str:
     return "".join(line + "\n" for line in lines)
 
 
+def _process(info: InstanceInfo) -> _Process:
+    return info.id, info.pid
+
+
 def _without_gauges(texts: Iterable[str]) -> str:
     families = read_families(texts).items()
     return render_families({name: each for name, each in families if each.kind != "gauge"})
@@ -91,7 +96,8 @@ class Merged:
         self._scraped_s = 0.0
         # The last metrics of every instance's process, and counts of those that are gone: a sum
         # must not fall when an instance leaves.
-        self._texts: dict[tuple[InstanceId, int], str] = {}
+        self._texts: dict[_Process, str] = {}
+        self._tellers: dict[_Process, _Process] = {}  # by rank: which rank told of its server
         self._gone = ""
         self._remembered: TTLCache[str, Any] = TTLCache(_MAX_ORIGINS, _REMEMBERED_S)
 
@@ -107,14 +113,17 @@ class Merged:
         view = sorted(self._monitor.view().instances, key=lambda one: one.info.id, reverse=True)
         servers = {each.info.url: each.info for each in view}
         infos, ask = list(servers.values()), self._upstream.ask
+        tellers = {_process(each.info): _process(servers[each.info.url]) for each in view}
+        for rank, teller in tellers.items():  # another one may tell the same from now on
+            if (former := self._tellers.get(rank, rank)) != teller and former in self._texts:
+                self._texts[teller] = self._texts.pop(former)
+        self._tellers = tellers
         found = await asyncio.gather(*(ask(info.url, "/metrics", _TIMEOUT_S) for info in infos))
         for info, each in zip(infos, found, strict=True):
             if each is not None and each[0].status == 200:
-                self._texts.pop((info.id, info.pid), None)  # the newest last
-                self._texts[info.id, info.pid] = each[1].decode(errors="replace")
-        here, names = {(info.id, info.pid) for info in infos}, {info.id for info in infos}
-        for rank in {(each.info.id, each.info.pid) for each in view} - here:
-            self._texts.pop(rank, None)  # another one tells the same
+                self._texts.pop(_process(info), None)  # the newest last
+                self._texts[_process(info)] = each[1].decode(errors="replace")
+        here, names = set(tellers.values()), {info.id for info in infos}
         # Some may only be out of reach, unless another process has their name.
         away = [each for each in self._texts if each not in here]
         ended = [each for each in away if each[0] in names]
