@@ -109,6 +109,27 @@ async def test_counts_stay_when_an_instance_leaves_and_gauges_do_not(monkeypatch
         assert (await samples(made))["vllm:prompt_tokens_total"] == 42
 
 
+async def test_counts_stay_when_a_restarted_instance_has_the_same_pid(monkeypatch: Any) -> None:
+    monkeypatch.setattr(merged, "_FRESH_S", 0.0)
+    p, d = pair()
+    p.metrics, d.metrics = metrics_of(tokens=40), metrics_of(tokens=2)
+    async with cluster(p, d) as made:
+
+        def num_reports() -> int:
+            one = made.scheduler.monitor.view_of(p.id)
+            return one.seq if one is not None else 0
+
+        await eventually(lambda: num_reports() > 20)
+        assert (await samples(made))["vllm:prompt_tokens_total"] == 42
+        assert p.agent is not None
+        await asyncio.to_thread(p.agent.close)
+        p.metrics = metrics_of(tokens=1)
+        p.join(made.control)
+        await eventually(lambda: 0 < num_reports() < 20)
+        for _ in range(2):
+            assert (await samples(made))["vllm:prompt_tokens_total"] == 43
+
+
 async def test_an_instance_that_does_not_answer_is_as_it_was_last(monkeypatch: Any) -> None:
     monkeypatch.setattr(merged, "_FRESH_S", 0.0)
     monkeypatch.setattr(merged, "_TIMEOUT_S", 0.1)

@@ -98,6 +98,7 @@ class Merged:
         # must not fall when an instance leaves.
         self._texts: dict[_Process, str] = {}
         self._tellers: dict[_Process, _Process] = {}  # by rank: which rank told of its server
+        self._seqs: dict[_Process, int] = {}  # of their last reports
         self._gone = ""
         self._remembered: TTLCache[str, Any] = TTLCache(_MAX_ORIGINS, _REMEMBERED_S)
 
@@ -118,6 +119,11 @@ class Merged:
             if (former := self._tellers.get(rank, rank)) != teller and former in self._texts:
                 self._texts[teller] = self._texts.pop(former)
         self._tellers = tellers
+        # In containers the process after a restart has the pid of the one before.
+        seqs, before = {_process(each.info): each.seq for each in view}, self._seqs
+        again = [each for each, seq in seqs.items() if 0 < seq < before.get(each, 0)]
+        gone = [self._texts.pop(each) for each in again if each in self._texts]
+        self._seqs = {each: seq or before.get(each, 0) for each, seq in seqs.items()}
         found = await asyncio.gather(*(ask(info.url, "/metrics", _TIMEOUT_S) for info in infos))
         for info, each in zip(infos, found, strict=True):
             if each is not None and each[0].status == 200:
@@ -129,7 +135,7 @@ class Merged:
         ended = [each for each in away if each[0] in names]
         rest = [each for each in away if each[0] not in names]
         ended += rest[: max(0, len(rest) - _MOST_AWAY)]
-        gone = [self._texts.pop(each) for each in ended]
+        gone += [self._texts.pop(each) for each in ended]
         texts = [text for each, text in self._texts.items() if each in here]
         left = [text for each, text in self._texts.items() if each not in here]
 
