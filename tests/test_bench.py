@@ -26,6 +26,11 @@ def test_a_system_that_completed_fewer_requests_fails_however_fast_it_was() -> N
     assert "ours completed 7 requests and stock 8" in words
 
 
+@pytest.mark.parametrize("ours", [0, 8])
+def test_nothing_that_stock_completed_compares_with_nothing(ours: int) -> None:
+    assert not bench.verdict(measured(0, 0.0), measured(ours, 1.0))[1]
+
+
 def test_the_verdict_names_what_is_better() -> None:
     words, is_passed = bench.verdict(measured(8, 10.0), measured(8, 9.0) | {"p99_itl_ms": 11.0})
     assert is_passed
@@ -105,14 +110,15 @@ def test_the_progress_of_a_load_is_that_of_its_bar(
 ) -> None:
     script = tmp_path / "load.py"
     script.write_text(
-        "import pathlib, sys, time\n"
+        "import json, os, pathlib, sys, time\n"
         "word = dict(zip(sys.argv, sys.argv[1:]))\n"
         "print('warming up 2/2 [00:00]', '\\r 50%|##  | 2/4 [00:01', end='', flush=True)\n"
         "result = pathlib.Path(word['--result-dir'], word['--result-filename'])\n"
         "while not result.with_name('go').exists(): time.sleep(0.01)\n"
-        "result.write_text('{}')\n"
+        "result.write_text(json.dumps({'key': os.environ['OPENAI_API_KEY']}))\n"
     )
     monkeypatch.setattr(bench, "VLLM", (sys.executable, str(script)))
+    monkeypatch.setenv("VLLM_API_KEY", "of servers")
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     told = []
@@ -123,5 +129,6 @@ def test_the_progress_of_a_load_is_that_of_its_bar(
             (tmp_path / "go").touch()
 
     options = parser.parse_args(["model", "--num-prompts", "4"])
-    assert bench.send_load(options, "http://127.0.0.1:1", tmp_path, "ours", tell) == {}
+    found = bench.send_load(options, "http://127.0.0.1:1", tmp_path, "ours", tell)
+    assert found == {"key": "of servers"}
     assert set(told) <= {0, 2}
