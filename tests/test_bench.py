@@ -52,6 +52,7 @@ def test_other_percentiles_than_usual_are_left_out() -> None:
         ("--mode split", 1, 0),  # both instances of ours share the GPU
         ("--mode split", 2, 2),
         ("--mode split --prefill 1 --decode 3", 8, 4),
+        ("--prefill 3", 8, 4),  # and one for decode
         ("--mode split --prefill 2 --decode 2 -- -tp 2", 4, 2),
         ("--mode split --prefill 1 --decode 1 -- -tp 2", 2, 0),
         ("--both 2 -- --data-parallel-size 4", 8, 0),

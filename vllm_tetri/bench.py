@@ -224,8 +224,11 @@ def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
 
 
 def _num_instances(options: argparse.Namespace) -> int:
-    given: int = sum(number or 0 for number in (options.prefill, options.decode, options.both))
-    return given or (2 if options.mode == Mode.SPLIT.value else max(1, len(inspect().gpus)))
+    prefill, decode, both = options.prefill, options.decode, options.both
+    if options.mode != Mode.SPLIT.value and prefill is decode is both is None:
+        return max(1, len(inspect().gpus))
+    usual, given = 0 if both else 1, (prefill, decode)  # as for `up`
+    return max(1, sum(usual if each is None else each for each in given) + (both or 0))
 
 
 def replica_options(options: argparse.Namespace, num_gpus: int) -> list[str]:
