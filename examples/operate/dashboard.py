@@ -34,6 +34,11 @@ def _each_rate(name: str) -> Query:
     return _each(f"rate({name}[$__rate_interval])")
 
 
+def _sum_of_each(name: str, legend: str) -> Query:
+    """Query what a counter of every instance grows by in a second, together."""
+    return f"sum({_each_rate(name)[0]})", legend
+
+
 def _quantile(quantile: float, name: str, *by: str) -> Query:
     rates, labels = _rate(f"{name}_bucket", "le", *by)
     legend = labels.replace("{{le}}", f"p{quantile * 100:g}")
@@ -114,16 +119,16 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             "Prompt tokens that are known",
             "cps",
             _rate("tetri_cached_prompt_tokens_total", legend="cached"),
-            _rate(_FETCHED, legend="fetched"),
-            _rate(_IN_POOL, legend="in a pool"),
+            _sum_of_each(_FETCHED, "fetched"),
+            _sum_of_each(_IN_POOL, "in a pool"),
         ),
         _chart("Fetches", "cps", _rate("tetri_fetches_total", "outcome")),
         _chart(
             "KV lost",
             "cps",
-            _rate("tetri_instance_kv_loads_failed_total", legend="loads failed"),
-            _rate("tetri_instance_kv_gone_total", legend="kept prefix lost"),
-            _rate("tetri_instance_fetches_failed_total", legend="fetches failed"),
+            _sum_of_each("tetri_instance_kv_loads_failed_total", "loads failed"),
+            _sum_of_each("tetri_instance_kv_gone_total", "kept prefix lost"),
+            _sum_of_each("tetri_instance_fetches_failed_total", "fetches failed"),
         ),
         _chart("Leftovers", "short", _each("tetri_instance_leftovers")),
     ),
