@@ -287,7 +287,7 @@ def control_host(address: str) -> str:
     """Host part of ``tcp://HOST:PORT``; ConfigError if the address has another form."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdecimal():
+    if scheme != "tcp" or not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(f"{address!r} is no control address; write tcp://HOST:PORT")
     return host.strip("[]")
 

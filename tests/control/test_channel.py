@@ -239,7 +239,10 @@ async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:
         await eventually(lambda: one.view.seq > seq + 2)
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "no"])
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "no", "tcp://127.0.0.1:65537"],
+)
 def test_only_loopback_addresses_are_accepted(address: str) -> None:
     with pytest.raises(ConfigError):
         Monitor(address, "router", FakeRouter())
