@@ -168,7 +168,7 @@ def _spares(options: argparse.Namespace, serve: ServeOptions) -> set[str]:
             f"--{min(ranges)} MIN:MAX needs --mode split and --flip balance, whose watcher knows "
             "how many instances of a role the load needs"
         )
-    if ranges and "data-parallel-size" in serve.names:
+    if ranges and serve.names & {"data-parallel-size", "dp"}:
         raise ConfigError("--data-parallel-size: give one number of instances, not MIN:MAX")
     return {
         f"{role}-{index}"
