@@ -188,6 +188,8 @@ def test_words_show_the_names_of_options_and_the_keys() -> None:
         ["--data-parallel-size=2"],
         ["-dp", "2"],
         ["-tp", "2"],
+        ["-pp=2"],
+        ["--prefill-context-parallel-size", "2"],
     ],
 )
 def test_words_show_the_workers_of_an_instance(words: list[str]) -> None:

@@ -39,7 +39,8 @@ FREE_PORTS = range(10_240, 29_000)
 MAX_KV_BYTES = 1 << 30
 _KV_PART_OF_MEMORY = 8
 _KV_GRAIN = 1 << 20
-_PARALLEL = ({"tensor-parallel-size", "tp"}, {"data-parallel-size", "dp"})
+_PARALLEL = {"tensor-parallel-size": "tp", "pipeline-parallel-size": "pp",
+             "prefill-context-parallel-size": "pcp", "data-parallel-size": "dp"}  # fmt: skip
 _BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
 # Threads that others may want the core of wait some 40 µs at a border of a parallel part, and then
 # sleep. Sleeping at once made decode steps of a small model 17 % longer where nothing else ran;
@@ -160,8 +161,8 @@ def _on_gpus(instances: int, machine: Machine, gpus_each: int) -> list[Placement
     groups = len(gpus) // gpus_each
     if groups == 0:
         raise ConfigError(
-            f"a server needs {gpus_each} GPUs (--tensor-parallel-size times "
-            f"--data-parallel-size), and vLLM can use {len(gpus)} on this machine"
+            f"a server needs {gpus_each} GPUs (the product of its --...-parallel-size), and vLLM "
+            f"can use {len(gpus)} on this machine"
         )
     placements = []
     for index in range(instances):
@@ -218,7 +219,7 @@ def serve_options_in(words: Sequence[str]) -> ServeOptions:
     """What can be seen in the words alone: names of options, API keys, and workers."""
     names: set[str] = set()
     keys: list[str] = []
-    sizes = [1, 1]
+    sizes = [1] * len(_PARALLEL)
     for index, word in enumerate(words):
         if word.startswith("-"):
             name, _, value = word.lstrip("-").partition("=")
@@ -231,7 +232,7 @@ def serve_options_in(words: Sequence[str]) -> ServeOptions:
                 number = max(1, int(values[0]))  # vLLM refuses 0 itself
                 sizes = [
                     number if name in kind else size
-                    for kind, size in zip(_PARALLEL, sizes, strict=True)
+                    for kind, size in zip(_PARALLEL.items(), sizes, strict=True)
                 ]
     return ServeOptions(frozenset(names), tuple(keys), prod(sizes))
 
@@ -274,7 +275,7 @@ def main(words: list[str]) -> None:
     print(json.dumps({
         "names": sorted(name.replace("_", "-") for name in differing),
         "api_keys": [keys] if isinstance(keys, str) else keys,
-        "num_workers": given.tensor_parallel_size * given.data_parallel_size,
+        "num_workers": prod(getattr(given, each.replace("-", "_")) for each in _PARALLEL),
         **gpus_of(current_platform),
     }))  # fmt: skip
 
