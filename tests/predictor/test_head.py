@@ -173,6 +173,18 @@ def test_an_output_of_another_instance_is_learnt_by_its_transfer(head: HeadPredi
     eventually(lambda: head.learner.num_samples == 40, 10, "all were learnt once")
 
 
+def test_of_an_output_one_state_is_learnt(tmp_path: Path) -> None:
+    head = HeadPredictor(tmp_path / "head.json", WIDTH)
+    for at in range(40):
+        state, length = output()
+        head.ask(Query(str(at), [1]))
+        head.take(str(at), state)
+        head.take(str(at), state)  # at the end of its prompt
+        head.learn(str(at), length, is_cut=False)
+    head.close()
+    assert head.learner.num_samples == 40
+
+
 def test_numbers_that_are_none_are_said_once(
     head: HeadPredictor, caplog: pytest.LogCaptureFixture
 ) -> None:

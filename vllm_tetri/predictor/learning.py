@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from random import uniform
+from random import choice, uniform
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -216,8 +216,8 @@ class HeadPredictor:
             while self._ended:
                 states, num_tokens, is_cut = self._ended.popleft()
                 self.comparison.judge(states, num_tokens, is_cut=is_cut)
-                for state in states:
-                    self.learner.add(state.values, num_tokens, is_cut=is_cut)
+                # A map that knows another state of the same prompt knows the output.
+                self.learner.add(choice(states).values, num_tokens, is_cut=is_cut)
             try:
                 self.learner.refresh()
             except np.linalg.LinAlgError as error:  # comes again when more outputs are new
