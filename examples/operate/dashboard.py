@@ -18,10 +18,10 @@ def _chart(title: str, unit: str, *queries: Query) -> Chart:
     return title, unit, queries
 
 
-def _rate(name: str, *by: str, legend: str = "") -> Query:
-    """Query what a counter grows by in a second, by labels."""
+def _rate(name: str, *by: str, legend: str = "", over: str = "sum") -> Query:
+    """Query what a counter grows by in a second, by labels, `over` routers."""
     labels = " ".join(f"{{{{{label}}}}}" for label in by)
-    return f"sum by ({', '.join(by)}) (rate({name}[$__rate_interval]))", legend or labels
+    return f"{over} by ({', '.join(by)}) (rate({name}[$__rate_interval]))", legend or labels
 
 
 def _each(name: str, divisor: str = "") -> Query:
@@ -134,7 +134,9 @@ ROWS: dict[str, tuple[Chart, ...]] = {
     ),
     "Roles and moves": (
         _chart("Roles", "short", (f"max by (instance, role) ({_STATE})", "{{instance}} {{role}}")),
-        _chart("Flips", "cps", _rate("tetri_flips_total", "source", "target", "outcome")),
+        _chart(  # every router sees every flip
+            "Flips", "cps", _rate("tetri_flips_total", "source", "target", "outcome", over="max")
+        ),
         _chart("Drain before a flip", "s", _quantile(0.99, "tetri_flip_drain_seconds")),
         _chart("Moves", "cps", _rate("tetri_moves_total", "reason", "outcome")),
         _chart("Seconds of moves", "s", _quantile(0.99, "tetri_move_seconds", "part")),

@@ -29,8 +29,8 @@ def test_the_dashboard_is_the_one_that_is_made() -> None:
     assert all(x + width <= 24 for x, _, width, _ in places)
     for panel in panels:
         assert panel["type"] == "row" or all(each["expr"] for each in panel["targets"])
-    # Every router tells the numbers of every instance.
-    assert not re.search(r"sum by \([^)]*\) \(rate\(tetri_instance_", written)
+    # Every router tells the numbers and flips of every instance.
+    assert not re.search(r"sum by \([^)]*\) \(rate\(tetri_(instance|flips)_", written)
 
 
 def test_every_alert_says_what_is_wrong_and_where_to_read_on() -> None:
