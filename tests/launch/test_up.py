@@ -232,6 +232,7 @@ def test_a_cluster_does_without_an_instance_more_that_cannot_be_started(fake_up:
         (("--prefill=1:2", "--flip=off"), "needs --mode split and --flip balance"),
         (("--prefill=2:1",), "neither N nor MIN:MAX"),
         (("--prefill=1:2", "--", "-dp=2"), "give one number of instances"),
+        (("--host=203.0.113.7", "--port=8000"), "203.0.113.7: that is no address"),
         (("--cpus-each=2",), "--cpus-each needs --on ray"),
         (("--on=ray", "--placement=own-cores"), "--placement needs --on local"),
         (("--on=ray", "--instance-port-base=9000"), "--instance-port-base needs --on local"),

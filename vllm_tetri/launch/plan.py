@@ -196,6 +196,8 @@ def _placements(
 
 def _router_ports(options: argparse.Namespace) -> list[int]:
     """The given port and those that follow it, one for every router; or free ones."""
+    if not is_port_free(0, options.host):
+        raise ConfigError(f"--host {options.host}: that is no address of this machine")
     if not options.port:
         return free_ports(options.routers, options.host)
     return _ports("--port", options.port, options.routers, options.host)
