@@ -31,7 +31,7 @@ MAX_NUM_SEQS = 128
 WINDOW_TOKENS = 2048
 START_S = 900.0
 # Sharing cores with anything else is ten times slower where threads spin while they wait.
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 
 
 @dataclass(frozen=True, slots=True)
