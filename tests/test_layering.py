@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "top": ({"admin"}, {"rich"}),
     "regret": (VALUES | {"admin", "policy", "sim"}, {"numpy"}),
     "logs": (VALUES, set()),
-    "bench": (VALUES | {"admin", "launch.guard", "launch.machine"}, {"rich"}),
+    "bench": (VALUES | {"admin", "launch.guard", "launch.machine", "router.auth"}, {"rich"}),
     "cli": (VALUES | {"__init__", "security"}, {"shtab"}),
 }
 

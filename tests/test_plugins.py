@@ -83,9 +83,8 @@ def test_a_class_is_an_admission_policy_and_anything_that_sorts_a_key() -> None:
         kv_blocks=200, order=f"{__name__}:shortest", admission=f"{__name__}:Never"
     )
     setting = ClusterConfig(make_instances(1, 1, engine=engine))
-    served = simulate(setting, [RequestSpec(number, 0.0, 100, 50) for number in range(3)])
-    first, second, third = sorted(served, key=lambda each: each.last_token_s)
-    assert first.last_token_s < second.last_token_s < third.last_token_s
+    first, second = simulate(setting, [RequestSpec(number, 0.0, 100, 50) for number in range(2)])
+    assert second.last_token_s > 1.8 * first.last_token_s  # one after the other
     pool = Admission(load_policy("admission", f"{__name__}:Never"), block_size=16, total_blocks=9)
     assert pool.reserved_blocks == 3
 

@@ -178,7 +178,7 @@ class PriceCandidates:
         self.whole = _kinds(state, rows, whole_s, Role.PREFILL if spares_prefill else None)
 
 
-# Functions inside of a compiled one keep each other, and so all rows, until Python looks for cycles.
+# Functions inside a compiled one keep each other, and all rows, until Python looks for cycles.
 def _kinds(
     state: ClusterState,
     rows: Sequence[InstanceRow],
