@@ -10,6 +10,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from sysconfig import get_config_var
 
 import pybind11
 from setuptools import Extension, setup
@@ -26,11 +27,32 @@ COMPILED = [
     "vllm_tetri/router/placement.py",
     "vllm_tetri/router/prefixes.py",
 ]
+# Whose types they rely on.
+TYPED = [
+    f"vllm_tetri/{name}.py"
+    for name in ("types", "handover", "messages", "router/request", "router/table")
+]
 BUILDING = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 
 
 class Build(build_ext):
     """Hands the C++ cores to CMake, which alone knows sources and flags."""
+
+    def run(self) -> None:
+        """Note what was compiled in place from what: tests ask for it. Without mypyc remove what
+        was compiled before, which Python would take before the sources."""
+        super().run()
+        if not self.inplace:
+            return
+        note = ROOT / "build" / "compiled.json"
+        if {ext.name for ext in self.extensions} - set(TARGETS):
+            names = [*COMPILED, *TYPED]
+            digests = {name: sha256((ROOT / name).read_bytes()).hexdigest() for name in names}
+            note.write_text(json.dumps(digests))
+            return
+        note.unlink(missing_ok=True)
+        for name in (*COMPILED, "vllm_tetri/compiled__mypyc.py"):
+            (ROOT / name).with_suffix(get_config_var("EXT_SUFFIX")).unlink(missing_ok=True)
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name not in TARGETS:
@@ -50,7 +72,7 @@ class Build(build_ext):
 
 
 def compiled() -> list[Extension]:
-    """Translate to C, if this run builds anything, and note from what: tests ask for it."""
+    """Translate to C, if this run builds anything."""
     if not BUILDING.intersection(sys.argv):
         return []
     try:
@@ -59,10 +81,7 @@ def compiled() -> list[Extension]:
         return []
     # Of what is not compiled only names are needed, so packages need not be there.
     words = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent", *COMPILED]
-    found = mypycify(words, opt_level="2", debug_level="0", group_name="vllm_tetri.compiled")
-    digests = {name: sha256((ROOT / name).read_bytes()).hexdigest() for name in COMPILED}
-    (ROOT / "build" / "compiled.json").write_text(json.dumps(digests))
-    return found
+    return mypycify(words, opt_level="2", debug_level="0", group_name="vllm_tetri.compiled")
 
 
 setup(

@@ -57,7 +57,8 @@ def pytest_sessionstart() -> None:
     """Python takes a compiled module, however old, before its source."""
     digests = ROOT / "build/compiled.json"
     for name, digest in (json.loads(digests.read_text()) if digests.exists() else {}).items():
-        if sha256((ROOT / name).read_bytes()).hexdigest() != digest:
+        file = ROOT / name
+        if not file.exists() or sha256(file.read_bytes()).hexdigest() != digest:
             pytest.exit(f"{name} has changed since it was compiled: run `make install`")
 
 

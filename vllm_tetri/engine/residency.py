@@ -39,7 +39,8 @@ class CacheLog(EventPublisher):
         super().__init__()
         self._next = scheduler.kv_event_publisher
         pool = scheduler.kv_cache_manager.block_pool
-        self.is_on = bool(pool.enable_caching)
+        # Where others want vLLM's events, it may tell of hits as well.
+        self.is_on, self._counts = bool(pool.enable_caching), not pool.enable_kv_cache_events
         pool.enable_kv_cache_events = pool.enable_kv_cache_events or self.is_on
         group, self.block_tokens, self._tail_blocks = blocks.prefix_group
         self._groups = (None, group)  # that events name
@@ -90,7 +91,7 @@ class CacheLog(EventPublisher):
         if isinstance(event, BlockStored) and event.group_idx in self._groups and not is_full:
             names = [_name(each) for each in event.block_hashes]
             self._held.update(names)
-            self._copies.update(names)
+            self._copies.update(names if self._counts else {*names} - self._copies.keys())
             self._changes.update(dict.fromkeys(names, True))
 
     def keep(self, block_hash: bytes) -> None:

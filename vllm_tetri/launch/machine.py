@@ -1,9 +1,9 @@
 """What this machine has, and which cores and GPUs each instance of `up` gets.
 
 On a CPU host instances have cores of their own, so that prefill does not disturb decode, or
-share all cores: then prefill runs at a low priority, and threads sleep instead of spinning
-while they wait, because spinning threads hold the cores that another instance needs. On a
-GPU host an instance owns GPUs, and the cores are left to the operating system.
+share all cores: then prefill runs at a low priority, and threads that wait soon sleep, because
+spinning threads hold the cores that another instance needs. On a GPU host an instance owns GPUs,
+and the cores are left to the operating system.
 
 ``python -P -m vllm_tetri.launch.machine OPTIONS`` prints what vLLM says of the options and of
 the GPUs. It is a process of its own because importing vLLM's parser takes 650 MB of memory.
@@ -42,9 +42,9 @@ _KV_GRAIN = 1 << 20
 _PARALLEL = {"tensor-parallel-size": "tp", "pipeline-parallel-size": "pp",
              "prefill-context-parallel-size": "pcp", "data-parallel-size": "dp"}  # fmt: skip
 _BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
-# Threads wait some 20 µs for others at a border of a parallel part, and then sleep. Sleeping at once
-# made decode steps of a small model 11 % longer where nothing else ran; ten times as much waiting
-# made those of two busy instances 75 % longer.
+# Threads wait some 20 µs for others at a border of a parallel part, and then sleep. Sleeping at
+# once made decode steps of a small model 11 % longer where nothing else ran; ten times as much
+# waiting made those of two busy instances 75 % longer.
 _PATIENT = (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "1000"), ("KMP_BLOCKTIME", "0"))
 
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -114,7 +114,7 @@ class Admission:
     @property
     def reserved_blocks(self) -> int:
         """Blocks kept for the batch beyond what it holds, as of `begin` (any thread)."""
-        return max(0, round(self.trust * self.policy.growth_blocks(self)))
+        return max(0, round(self.trust * float(self.policy.growth_blocks(self))))
 
     # -- what policies ask --------------------------------------------------------
 

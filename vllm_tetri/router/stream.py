@@ -243,10 +243,11 @@ class Output:
 
     def record_break(self, error: InstanceFailed) -> None:
         """The stream broke, or the request that was to continue it failed."""
-        if self._record is not None and not self._entry.generated:  # before the first event
-            self._response = self._record = self._entry.first_byte_s = None
-            self._entry.has_output = False
-        if self._entry.has_output and self._broken is None:
+        record, entry = self._record, self._entry
+        if record is not None and not (record.is_complete or entry.generated):  # nothing was told
+            self._response = self._record = entry.first_byte_s = None
+            entry.has_output = False
+        if entry.has_output and self._broken is None:
             self._broken = error, time.monotonic()
 
     async def _relay(self, instance: InstanceInfo, response: HttpResponse) -> web.StreamResponse:
