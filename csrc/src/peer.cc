@@ -156,9 +156,7 @@ void Peer::apply(Command& command) {
                                            " was given up; the next attempt uses another one");
   }
   Entry* entry = find(command.transfer);
-  if (entry == nullptr || entry->transfer->stopped()) {
-    return drop(command, Status::kCancelled, "cancelled");
-  }
+  if (entry == nullptr || entry->transfer->stopped()) return;
   if (!entry->granted) {
     entry->waiting.push_back(std::move(command));
   } else {

@@ -125,7 +125,6 @@ void Peer::handle_opened(const Opened& opened) {
   } else {
     transfer->fail(status_of(opened.status), printable(opened.error));
   }
-  for (Command& command : entry.waiting) drop(command, transfer->status(), transfer->error());
   requests_.erase(transfer.get());
   entries_.erase(found);
 }
@@ -152,7 +151,6 @@ Peer::Entry* Peer::find(const TransferPtr& transfer) {
 void Peer::cancelled(const TransferPtr& transfer) {
   Entry* entry = find(transfer);
   if (entry == nullptr) return;
-  for (Command& command : entry->waiting) drop(command, transfer->status(), transfer->error());
   entry->waiting.clear();
   if (entry->granted) leave(transfer, encode(Cancel{entry->grant.generation, transfer->error()}));
 }
@@ -241,7 +239,6 @@ void Peer::lose_session(Status status, const std::string& error) {
     if (session_.link) session_.link->cancel(*entry.transfer);
     shared_->orders.withdraw(*entry.transfer);
     if (entry.transfer->is_copying()) remnant.transfers.push_back(entry.transfer);
-    for (Command& command : entry.waiting) drop(command, status, error);
   }
   entries_.clear();
   requests_.clear();

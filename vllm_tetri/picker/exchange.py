@@ -22,7 +22,7 @@ from vllm_tetri.policy.cluster import InstanceRow
 from vllm_tetri.policy.route import Event
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import Limits
-from vllm_tetri.router.errors import NoCapacity, Refusal
+from vllm_tetri.router.errors import NoCapacity, Refusal, is_failure
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ApiRequest, ProxyRules, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.table import Entry
@@ -228,7 +228,7 @@ def _request_of(headers: Mapping[str, str], raw: bytes) -> ApiRequest:
 
 def _outcome_of(status: int) -> str:
     """Return how a request ended that got this status, as in `Metrics.requests`."""
-    return "ok" if status < 400 else "error" if 500 <= status != 501 else "rejected"
+    return "ok" if status < 400 else "error" if is_failure(status) else "rejected"
 
 
 def _endpoint_of(info: InstanceInfo) -> str:

@@ -135,6 +135,11 @@ class InstanceAtLimit(Exception):
         self.instance = instance
 
 
+def is_failure(status: int) -> bool:
+    """Whether a status says that an instance failed. 501 does not: the model cannot do it."""
+    return 500 <= status != 501
+
+
 def is_at_limit(status: int, body: bytes) -> bool:
     """Whether a response of vLLM says that a limit of its queue is reached
     (`--max-num-queued-tokens`, `--max-num-queued-reqs`)."""

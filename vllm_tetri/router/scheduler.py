@@ -20,7 +20,7 @@ from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase, Route
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.adapters import SERVING, Adapters
-from vllm_tetri.router.errors import NoCapacity, Refusal
+from vllm_tetri.router.errors import NoCapacity, Refusal, is_failure
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.history import MOST, Ended, History
@@ -172,8 +172,8 @@ class GlobalScheduler:
             response = await relay.serve()
             if not entry.is_over:  # else it broke off in the middle
                 is_ok = response.status < 400 and entry.phase in (Phase.DECODING, Phase.SERVING)
-                is_failure = 500 <= response.status != 501  # a passed route's
-                outcome = "ok" if is_ok else "error" if is_failure else "rejected"
+                is_error = is_failure(response.status)  # a passed route's
+                outcome = "ok" if is_ok else "error" if is_error else "rejected"
                 entry.on(Event.FINISH if is_ok else Event.FAIL)
                 if is_ok:
                     self.poison.clear(request)

@@ -25,6 +25,7 @@ from vllm_tetri.router.errors import (
     internal_error_in,
     is_at_limit,
     is_at_limit_event,
+    is_failure,
 )
 from vllm_tetri.router.http_client import HttpClient
 from vllm_tetri.router.request import ApiRequest, headers_without, parts_of
@@ -125,7 +126,7 @@ class Upstream:
             )
         except HttpError as error:
             raise self._failure(instance, error) from error
-        if request.rules is None and 500 <= response.status != 501:
+        if request.rules is None and is_failure(response.status):
             raise await _read_error(instance, response)
         return response
 
