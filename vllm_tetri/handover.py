@@ -112,7 +112,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
 
 class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
-    """Router → decode instance: the prompt's KV is in your arena (or will be).
+    """Router → decode instance: the prompt's KV is in its arena (or will be).
 
     ``digest`` proves that both sides mean the same prompt. Without a ``transfer`` there is no
     KV: compute the prompt and continue after ``prior_output``. With ``is_early`` the prompt is

@@ -47,7 +47,7 @@ _BOUNDED: dict[Any, Any] = {
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: my description. Sent on connect and whenever asked."""
+    """Instance → router: its description. Sent on connect and whenever asked."""
 
     info: InstanceInfo
 
@@ -113,7 +113,7 @@ class CacheReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: I leave in good order, `was_asked` by `Drain`. `cut_off`
+    """Instance → router: it ends in good order, `was_asked` by `Drain`. `cut_off`
     describes work that a deadline left unfinished."""
 
     instance: InstanceId
@@ -122,7 +122,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Flipped(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: I have another role now, by the order of this epoch."""
+    """Instance → router: it has another role now, by the order of this epoch."""
 
     instance: InstanceId
     role: Role
@@ -150,7 +150,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 
 
 class WhoAreYou(msgspec.Struct, frozen=True, tag=True):
-    """Router → instance: I do not know you (yet); send `Hello`."""
+    """Router → instance: the sender is unknown (yet), and has to send `Hello`."""
 
     router: str
 
@@ -160,7 +160,7 @@ class SendCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Router → instance: you cannot join, and why."""
+    """Router → instance: it cannot join, and why."""
 
     reason: Words
 

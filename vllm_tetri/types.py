@@ -235,7 +235,7 @@ class InstanceLoad:
 
     running: Annotated[int, _gauge("Requests in the running batch.", "requests")] = 0
     waiting: Annotated[int, _gauge("Requests in the waiting queue.", "requests")] = 0
-    held: Annotated[int, _gauge("Slots of the receive arena that hold KV.", "slots")] = 0
+    held: Annotated[int, _gauge("Slots of the receive arena in use.", "slots")] = 0
     queued_prefill_tokens: Annotated[int, _gauge("Prompt tokens not computed yet.", "tokens")] = 0
     blocks_used: Annotated[int, _gauge("KV blocks in use, without cached ones.", "blocks")] = 0
     blocks_total: Annotated[int, _gauge("KV blocks of the instance.", "blocks")] = 0
@@ -249,7 +249,7 @@ class InstanceLoad:
     step_s: Annotated[float, _gauge("Seconds of the last engine step.", "seconds")] = 0.0
     prefills_done: Annotated[int, _counter("Prompts computed for hand-over.", "requests")] = 0
     decodes_done: Annotated[int, _counter("Decode requests finished.", "requests")] = 0
-    chunks_done: Annotated[int, _counter("Prompt chunks sent.", "chunks")] = 0
+    chunks_done: Annotated[int, _counter("Prompt chunks computed for hand-over.", "chunks")] = 0
     prompt_tokens_done: Annotated[int, _counter("Prompt tokens computed here.", "tokens")] = 0
     output_tokens_done: Annotated[int, _counter("Output tokens decoded here.", "tokens")] = 0
     cost: Annotated[StepCoefficients, Number("value", "Fitted cost of a step.", "seconds")] = (
@@ -313,7 +313,7 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A snapshot of all instances, in any state, that the router knows."""
+    """What one router knows of all instances, in any state."""
 
     router: str = ""
     seq: int = 0  # grows by one with every broadcast of that router

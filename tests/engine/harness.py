@@ -57,7 +57,14 @@ from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.messages import Served
 from vllm_tetri.transport.blocks import BlockMover, DeviceMover, HostMover
 from vllm_tetri.transport.shards import Shards, head_pages
-from vllm_tetri.types import ClusterView, InstanceInfo, InstanceState, InstanceView, Role
+from vllm_tetri.types import (
+    ClusterView,
+    InstanceInfo,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+    Role,
+)
 
 BLOCK = 16
 LAYERS = 2  # of each group of the KV cache
@@ -303,6 +310,9 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def load(self) -> InstanceLoad:
+        return self.endpoint.read_load()
 
     def step(self) -> Any:
         """One engine step; returns the scheduler output. With asynchronous scheduling, a step with

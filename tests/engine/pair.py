@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from tests.engine.harness import Engine
@@ -100,6 +101,10 @@ class Pair:
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()
+
+
+def random_prompt(seed: int | str, num_tokens: int) -> list[int]:
+    return Random(seed).choices(range(997), k=num_tokens)
 
 
 def prompt(num_tokens: int, seed: int = 3) -> list[int]:

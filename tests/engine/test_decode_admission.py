@@ -62,10 +62,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
-def load(engine: Engine) -> Any:
-    return engine.endpoint.read_load()
-
-
 def workload(seed: int, count: int) -> dict[str, tuple[list[int], int]]:
     rng = Random(seed)
     return {
@@ -84,7 +80,7 @@ def serve(cluster: Cluster, seed: int, guess: Any) -> Any:
     cluster.run(*jobs)
     for name, (_, max_tokens) in jobs.items():
         assert len(cluster.decode.outputs[name]) == max_tokens
-    return load(cluster.decode)
+    return cluster.decode.load()
 
 
 @pytest.mark.parametrize("policy", RESERVE)
@@ -131,11 +127,11 @@ def test_a_held_request_waits_for_room_in_order(cluster: Cluster) -> None:
     for _ in range(50):
         cluster.decode.step()
     assert set(cluster.decode.outputs) == {"first"}
-    held = load(cluster.decode)
+    held = cluster.decode.load()
     assert (held.running, held.waiting, held.held) == (1, 2, 2)
     cluster.run("first", "second", "third")
     assert list(cluster.decode.outputs) == ["first", "second", "third"]
-    assert load(cluster.decode).preemptions == 0
+    assert cluster.decode.load().preemptions == 0
     assert cluster.decode.endpoint.receives.loads_done == 3
 
 
@@ -158,7 +154,7 @@ def test_what_is_being_loaded_has_its_room(tmp_path: Path, monkeypatch: pytest.M
     assert third.status is RequestStatus.WAITING
     goes_on.set()
     cluster.run("first", "second", "third")
-    assert load(cluster.decode).preemptions == 0
+    assert cluster.decode.load().preemptions == 0
     cluster.close()
 
 
@@ -236,7 +232,7 @@ def test_held_kv_stays_for_as_long_as_its_request_waits(tmp_path: Path) -> None:
         cluster.decode.step()
     cluster.run("first", *held)
     assert cluster.decode.endpoint.receives.loads_done == 4
-    assert load(cluster.decode).kv_loads_failed == 0
+    assert cluster.decode.load().kv_loads_failed == 0
     cluster.close()
 
 
@@ -256,7 +252,7 @@ def test_a_preempted_request_comes_back_before_those_who_never_ran(
     cluster = Cluster(tmp_path, decode_order=order, decode_policy="greedy")
     for name, seed in (("a", 3), ("b", 5)):
         cluster.arrives(name, prompt(100, seed), 250, predicted(0))
-    cluster.decode.run_until(lambda: load(cluster.decode).preemptions > 0)
+    cluster.decode.run_until(lambda: cluster.decode.load().preemptions > 0)
     (victim,) = list(cluster.decode.scheduler.waiting)
     cluster.arrives("c", prompt(20, 7), 5, predicted(5))
     ended = len(cluster.decode.outputs[victim.request_id])
@@ -294,7 +290,7 @@ def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str
         engine.step()
     engine.run_until(lambda: all(name in engine.finished for name in jobs))
     assert all(len(engine.outputs[name]) == jobs[name][1] for name in jobs)
-    assert load(engine).preemptions == 0
+    assert engine.load().preemptions == 0
     engine.run_until(lambda: engine.is_at_rest)
     engine.close()
 
@@ -306,35 +302,35 @@ def test_decodes_are_heavy_by_what_is_expected_of_them(cluster: Cluster) -> None
     cluster.arrives("long", prompt(20), 400, predicted(300))
     cluster.arrives("short", prompt(20, 5), 400, predicted(30))
     cluster.arrives("capped", prompt(20, 7), 40, predicted(300))
-    seen = load(cluster.decode)
+    seen = cluster.decode.load()
     assert (seen.waiting, seen.heavy, seen.light) == (3, 1, 2)
     expected_tokens = seen.remaining_tokens
     assert 40 + 200 < expected_tokens < 40 + 2 * 400  # one is cut
     assert seen.queued_prefill_tokens == 0
     cluster.decode.run_until(lambda: "capped" in cluster.decode.outputs)
-    seen = load(cluster.decode)
+    seen = cluster.decode.load()
     assert (seen.running, seen.heavy, seen.light) == (3, 1, 2)
     assert seen.remaining_tokens < expected_tokens
     cluster.decode.abort("long")
     cluster.run("short", "capped")
-    seen = load(cluster.decode)
+    seen = cluster.decode.load()
     assert (seen.heavy, seen.light, seen.remaining_tokens) == (0, 0, 0)
 
 
 def test_prompts_for_other_instances_are_no_decodes(cluster: Cluster) -> None:
     cluster.send("a", prompt(300))
     cluster.prefill.step()
-    assert (load(cluster.prefill).heavy, load(cluster.prefill).light) == (0, 0)
+    assert (cluster.prefill.load().heavy, cluster.prefill.load().light) == (0, 0)
     cluster.prefilled("a")
     cluster.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
 
 
 def test_reserved_blocks_are_reported_while_something_runs(cluster: Cluster) -> None:
-    assert load(cluster.decode).reserved_blocks == 0
+    assert cluster.decode.load().reserved_blocks == 0
     request = cluster.arrives("a", prompt(100), 200, predicted(200))
     cluster.decode.step()
     cluster.decode.step()
     needed = -(-(100 + 200) // BLOCK) - -(-request.num_tokens // BLOCK)
-    assert abs(load(cluster.decode).reserved_blocks - needed) <= 1
+    assert abs(cluster.decode.load().reserved_blocks - needed) <= 1
     cluster.run("a")
-    assert load(cluster.decode).reserved_blocks == 0
+    assert cluster.decode.load().reserved_blocks == 0

@@ -44,10 +44,6 @@ KINDS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-def load(engine: Engine) -> Any:
-    return engine.endpoint.read_load()
-
-
 @contextmanager
 def talking(folder: Path, **options: Any) -> Iterator[Pair]:
     """The decode instance has served the first turn."""
@@ -69,7 +65,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 def early(pair: Pair) -> Any:
     """The decode request of the second turn, before its KV."""
     request = pair.receive("a", SECOND, held_tokens=HELD, is_early=True)
-    assert load(pair.decode).blocks_used == NEW_BLOCKS
+    assert pair.decode.load().blocks_used == NEW_BLOCKS
     return request
 
 
@@ -90,10 +86,10 @@ def test_only_what_is_missing_is_sent(tmp_path: Path, kind: str) -> None:
         assert slot.num_blocks == num_new
         assert sends.sent_bytes - before == num_new * block_bytes
         kept_blocks = HELD // BLOCK * (2 if kind == "background" else 1)
-        assert load(pair.prefill).kv_bytes_kept == kept_blocks * block_bytes
+        assert pair.prefill.load().kv_bytes_kept == kept_blocks * block_bytes
         pair.decoding("a", SECOND, held_tokens=HELD)
         pair.end("a")
-        assert (receives.loads_done, load(pair.decode).kv_gone) == (2, 0)
+        assert (receives.loads_done, pair.decode.load().kv_gone) == (2, 0)
         assert pair.decode.computed["a"] == len(pair.decode.outputs["a"]) == 4
 
 
@@ -101,13 +97,13 @@ def test_only_what_is_missing_is_sent(tmp_path: Path, kind: str) -> None:
 def test_what_the_hint_did_not_know_of_is_not_loaded(tmp_path: Path, kind: str) -> None:
     with talking(tmp_path, **KINDS[kind][0]) as pair:
         assert pair.sent("a", SECOND, held=2 * BLOCK).held_tokens == 2 * BLOCK
-        before = load(pair.decode).kv_bytes_received
+        before = pair.decode.load().kv_bytes_received
         pair.decoding("a", SECOND, held_tokens=2 * BLOCK)
         pair.end("a")
         share = KINDS[kind][2] * LAYERS * BLOCK * pair.decode.caches[0][0][0].numel() // BLOCK
-        received = load(pair.decode).kv_bytes_received - before
+        received = pair.decode.load().kv_bytes_received - before
         assert received == share * len(pair.decode.workers)
-        assert load(pair.decode).kv_gone == 0
+        assert pair.decode.load().kv_gone == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +115,7 @@ def test_a_hint_that_is_too_high_costs_a_computation(tmp_path: Path, kind: str, 
         pair.decoding("a", SECOND, held_tokens=held_tokens)
         pair.end("a")
         assert pair.decode.computed["a"] == len(SECOND) - HELD + 3
-        seen = load(pair.decode)
+        seen = pair.decode.load()
         assert (seen.kv_gone, seen.kv_loads_failed) == (1, 0)
 
 
@@ -137,7 +133,7 @@ def test_of_a_prompt_that_is_held_as_a_whole_the_last_block_is_sent(
     pair.decode.run_until(lambda: {"a", "b"} <= pair.decode.outputs.keys())
     assert all(pair.decode.holds(each, num_tokens) for each in both)
     pair.end("a")
-    assert load(pair.decode).kv_gone == 0
+    assert pair.decode.load().kv_gone == 0
 
 
 @pytest.mark.parametrize("held", [{"d": -1}, {f"d{each}": 1 for each in range(17)}, {"d": "all"}])
@@ -192,7 +188,7 @@ def test_a_prefix_that_is_evicted_on_the_way_is_computed(
         pair.decoding("a", SECOND, held_tokens=HELD)
         pair.end("a")
         assert pair.decode.computed["a"] >= len(SECOND) - HELD + BLOCK
-        assert (load(pair.decode).kv_gone, load(pair.decode).kv_loads_failed) == (1, 0)
+        assert (pair.decode.load().kv_gone, pair.decode.load().kv_loads_failed) == (1, 0)
 
 
 def test_an_instance_without_a_prefix_cache_computes(tmp_path: Path) -> None:
@@ -200,7 +196,7 @@ def test_an_instance_without_a_prefix_cache_computes(tmp_path: Path) -> None:
         pair.sent("a", SECOND, held=HELD)
         pair.decoding("a", SECOND, held_tokens=HELD)
         pair.end("a")
-        assert (load(pair.decode).kv_gone, pair.decode.computed["a"]) == (1, len(SECOND) + 3)
+        assert (pair.decode.load().kv_gone, pair.decode.computed["a"]) == (1, len(SECOND) + 3)
 
 
 @pytest.mark.parametrize("held_tokens", [0, HELD - BLOCK, HELD + BLOCK, 1 << 40])
@@ -208,7 +204,7 @@ def test_a_slot_that_begins_elsewhere_is_not_loaded(pair: Pair, held_tokens: int
     pair.sent("a", SECOND, held=HELD)
     pair.decoding("a", SECOND, held_tokens=held_tokens)
     pair.end("a")
-    assert load(pair.decode).kv_loads_failed == 1
+    assert pair.decode.load().kv_loads_failed == 1
     assert pair.decode.endpoint.receives.loads_done == 1
 
 
@@ -247,7 +243,7 @@ def test_another_instance_gets_what_it_does_not_hold(pair: Pair, tmp_path: Path)
     other.add("own", tokens[: BLOCK + 1])
     other.run_until(lambda: "own" in other.finished)
     pair.decoding("a", tokens, response.transfer, held_tokens=BLOCK)
-    assert (other.endpoint.receives.loads_done, load(other).kv_gone) == (1, 0)
+    assert (other.endpoint.receives.loads_done, other.load().kv_gone) == (1, 0)
     pair.end("a")
     decode.close()
 
@@ -263,7 +259,7 @@ def test_a_preempted_prompt_is_sent_from_the_same_token(pair: Pair) -> None:
     response = pair.prefilled("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decoding("a", tokens, response.transfer, held_tokens=response.held_tokens)
-    assert (response.held_tokens, load(pair.decode).kv_gone) == (HELD, 0)
+    assert (response.held_tokens, pair.decode.load().kv_gone) == (HELD, 0)
     pair.end("a")
 
 
@@ -277,7 +273,7 @@ def test_an_abort_leaves_nothing(tmp_path: Path, state: str) -> None:
         if state != "waiting":
             pair.sent("a", SECOND, held=HELD)
         request = pair.receive("a", SECOND, held_tokens=HELD)
-        used = load(decode).blocks_used
+        used = decode.load().blocks_used
         if state == "taken":
             receives.pin_arrived(decode.scheduler.requests)
             assert receives.is_here("a")
@@ -313,7 +309,7 @@ def test_what_waits_for_its_difference_is_not_evicted(pair: Pair, early: Any) ->
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(early, len(SECOND))
     pair.end("a")
-    assert (load(pair.decode).kv_gone, pair.decode.endpoint.receives.loads_done) == (0, 2)
+    assert (pair.decode.load().kv_gone, pair.decode.endpoint.receives.loads_done) == (0, 2)
 
 
 @pytest.mark.parametrize("policy", ["greedy", "reserve-dynamic"])
@@ -321,12 +317,12 @@ def test_pins_stand_in_no_prompts_way(tmp_path: Path, policy: str) -> None:
     with talking(tmp_path, decode={"decode_policy": policy}) as pair:
         request = pair.receive("a", SECOND, held_tokens=HELD, is_early=True)
         serve_others(pair.decode, 1, 61 * BLOCK)  # of 63 blocks
-        assert load(pair.decode).blocks_used == 0
+        assert pair.decode.load().blocks_used == 0
         pair.sent("a", SECOND, held=HELD)
         pair.decode.run_until(lambda: "a" in pair.decode.outputs)
         assert pair.decode.holds(request, len(SECOND))
         pair.end("a")
-        assert load(pair.decode).kv_gone == 1
+        assert pair.decode.load().kv_gone == 1
 
 
 def test_nothing_that_runs_is_preempted_for_pins(pair: Pair) -> None:
@@ -335,7 +331,7 @@ def test_nothing_that_runs_is_preempted_for_pins(pair: Pair) -> None:
     decode.run_until(lambda: "long" in decode.outputs)
     pair.receive("a", SECOND, held_tokens=HELD, is_early=True)
     decode.run_until(lambda: "long" in decode.finished)
-    assert load(decode).preemptions == 0
+    assert decode.load().preemptions == 0
     decode.abort("a")
     pair.settle()
 
@@ -347,7 +343,7 @@ def test_what_is_loaded_starts_although_pins_have_the_rest(tmp_path: Path) -> No
         request = pair.receive("b", tokens)
         pair.decode.run_until(lambda: pair.decode.scheduler.kv_holding_waiting)
         pair.receive("a", SECOND, held_tokens=HELD, is_early=True)
-        assert load(pair.decode).blocks_used == 62
+        assert pair.decode.load().blocks_used == 62
         pair.decode.run_until(lambda: "b" in pair.decode.outputs)
         assert pair.decode.holds(request, len(tokens))
         pair.decode.abort("a")
@@ -357,7 +353,7 @@ def test_what_is_loaded_starts_although_pins_have_the_rest(tmp_path: Path) -> No
 @pytest.mark.usefixtures("early")
 def test_pins_do_not_hinder_a_reset(pair: Pair) -> None:
     assert pair.decode.scheduler.reset_prefix_cache()
-    assert load(pair.decode).blocks_used == 0
+    assert pair.decode.load().blocks_used == 0
     pair.decode.abort("a")
     pair.settle()
 
@@ -469,6 +465,6 @@ def test_any_mix_of_turns_is_right_and_ends_at_rest(tmp_path: Path, seed: int) -
         if rng.random() < 0.5:
             pair.settle()
     pair.settle()
-    seen = load(decode)
-    assert min(seen.kv_gone, seen.kv_bytes_received, load(pair.prefill).kv_bytes_kept) > 0
+    seen = decode.load()
+    assert min(seen.kv_gone, seen.kv_bytes_received, pair.prefill.load().kv_bytes_kept) > 0
     pair.close()

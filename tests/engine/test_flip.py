@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 
 from tests.engine.harness import BLOCK, Engine
-from tests.engine.pair import Pair, prompt
+from tests.engine.pair import CHUNK, Pair, prompt, random_prompt
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.pacing import CPU_TILE_TOKENS
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.predictor.base import Oracle
 from vllm_tetri.types import Role
-
-CHUNK = 64
 
 
 def flip(engine: Engine, role: Role) -> None:
@@ -24,7 +21,7 @@ def flip(engine: Engine, role: Role) -> None:
 
 
 def add(engine: Engine, name: str, num_tokens: int, max_tokens: int = 1) -> None:
-    engine.add(name, engine_prompt(name, num_tokens), max_tokens=max_tokens)
+    engine.add(name, random_prompt(name, num_tokens), max_tokens=max_tokens)
 
 
 def starts(engine: Engine) -> list[str]:
@@ -104,12 +101,8 @@ def test_the_prefix_cache_survives(make: Any) -> None:
     add(engine, "a", 10 * BLOCK)
     engine.run_until(lambda: engine.is_at_rest)
     flip(engine, Role.DECODE)
-    engine.add("again", engine_prompt("a", 10 * BLOCK), max_tokens=1)
+    engine.add("again", random_prompt("a", 10 * BLOCK), max_tokens=1)
     assert engine.step().total_num_scheduled_tokens == BLOCK  # all but the last block
-
-
-def engine_prompt(name: str, num_tokens: int) -> list[int]:
-    return Random(name).choices(range(997), k=num_tokens)
 
 
 def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(

@@ -46,7 +46,7 @@ def test_blocks_that_leak_are_reported_and_changes_logged(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm_tetri"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("vllm_tetri"), "propagate", False)
-    logging.getLogger("vllm_tetri").setLevel(logging.INFO)
+    caplog.set_level(logging.INFO, "vllm_tetri")
     pool = engine.scheduler.kv_cache_manager.block_pool
     leaked = pool.get_new_blocks(2)
     assert reported(engine) == ()  # it may be on its way

@@ -43,13 +43,13 @@ class Both:
         """What the engine that has the output told last."""
         return [each for each in self.told if isinstance(each, Moving)][-1]
 
-    def open(self) -> Any:
+    def open(self, max_tokens: int = NUM_OUTPUT) -> Any:
         """The decode request comes, as the router opens it."""
         answer = self.answer()
         params = DecodeParams(
             answer.transfer, answer.digest, is_early=True, kv_tokens=answer.kv_tokens
         )
-        return self.there.add(THERE, TOKENS, max_tokens=NUM_OUTPUT, params=to_params(params))
+        return self.there.add(THERE, TOKENS, max_tokens=max_tokens, params=to_params(params))
 
     def run(self, condition: Any) -> None:
         """Step both until a condition holds."""
@@ -110,6 +110,16 @@ def test_the_output_goes_on_with_its_kv_and_no_token_is_lost(any_layout: Both) -
     both.here.abort(HERE)
     both.run(lambda: THERE in both.there.finished)
     assert both.there.outputs[THERE] == [7] * NUM_OUTPUT
+    both.run(lambda: both.here.is_at_rest and both.there.is_at_rest)
+
+
+def test_a_choice_that_ends_with_its_first_token_has_moved(both: Both) -> None:
+    both.order()
+    (num_tokens,) = both.answer().kv_tokens
+    both.open(num_tokens + 2 - len(TOKENS))
+    both.run(lambda: THERE in both.there.finished)
+    assert both.told.count(Moved(TRANSFER)) == 1
+    both.here.abort(HERE)
     both.run(lambda: both.here.is_at_rest and both.there.is_at_rest)
 
 

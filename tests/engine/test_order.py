@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests.engine.harness import BLOCK, Cell, Engine
+from tests.engine.pair import CHUNK, random_prompt
 from vllm_tetri.engine.chunk_size import is_dummy
-from vllm_tetri.engine.compat import RequestStatus
+from vllm_tetri.engine.compat import PauseState, RequestStatus
 from vllm_tetri.engine.pacing import StepBudget
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.types import Role
-
-CHUNK = 64
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,8 @@ def order_by(engine: Engine, policy: str, sched_batch: int = 16) -> None:
     )
 
 
-def prompt(seed: int | str, num_tokens: int) -> list[int]:
-    return Random(seed).choices(range(997), k=num_tokens)
-
-
 def add(engine: Engine, name: str, num_tokens: int, *, priority: int = 0) -> None:
-    engine.add(name, prompt(name, num_tokens), max_tokens=1, priority=priority)
+    engine.add(name, random_prompt(name, num_tokens), max_tokens=1, priority=priority)
 
 
 def steps(engine: Engine) -> list[dict[str, int]]:
@@ -115,7 +111,7 @@ def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) 
 
 def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
     order_by(engine, "sjf")
-    tokens = prompt(1, 320)
+    tokens = random_prompt(1, 320)
     engine.add("first", tokens, max_tokens=1)
     steps(engine)
     add(engine, "new", 100)
@@ -155,8 +151,8 @@ def test_a_name_that_is_used_again_at_once_is_another_prompt(engine: Engine) -> 
 def test_a_prompt_that_cannot_start_delays_no_other_one(make: Any) -> None:
     """Its grammar takes for ever; a decode keeps every step from being empty."""
     engine = make(Role.BOTH, prefill_policy="srtf")
-    engine.add("decode", prompt(1, 4), max_tokens=500)
-    engine.add("long", prompt(2, 400), max_tokens=1)
+    engine.add("decode", random_prompt(1, 4), max_tokens=500)
+    engine.add("long", random_prompt(2, 400), max_tokens=1)
     engine.step()
     add(engine, "blocked", 50)
     blocked = engine.scheduler.requests["blocked"]
@@ -212,6 +208,31 @@ def test_padding_fits_into_the_window_of_the_model(
     assert max(taken.values()) < 64
 
 
+def test_padding_does_not_keep_an_instance_from_its_pause(make: Any) -> None:
+    engine = make(Role.PREFILL, num_blocks=64, pad="on")
+    add(engine, "a", 70)
+    engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(3):
+        engine.step()
+    assert not engine.scheduler.finished_req_ids  # which vLLM takes for work
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run_until(lambda: "a" in engine.finished)
+
+
+def test_a_paused_prompt_keeps_the_place_of_its_adapter(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order_by(engine, "srtf")
+    monkeypatch.setattr(engine.scheduler, "lora_config", SimpleNamespace(max_loras=1))
+    for index, num_tokens in enumerate((300, 100), 1):
+        request = engine.add(str(index), random_prompt(index, num_tokens), max_tokens=1)
+        request.lora_request = LoRARequest(f"adapter {index}", index, "/x")
+        engine.step()
+    steps(engine)  # vLLM asserts that no step has two adapters
+    assert set(engine.finished) >= {"1", "2"}
+
+
 def test_padding_waits_for_nothing_when_the_pool_is_full(make: Any) -> None:
     engine = make(Role.PREFILL, num_blocks=6, pad="on")
     add(engine, "a", 75)
@@ -224,11 +245,11 @@ def test_padding_waits_for_nothing_when_the_pool_is_full(make: Any) -> None:
 def test_an_instance_of_both_roles_puts_decodes_before_prompts(make: Any) -> None:
     engine = make(Role.BOTH, prefill_policy="srtf")
     for index in range(3):
-        engine.add(f"decode{index}", prompt(index, 4), max_tokens=50)
+        engine.add(f"decode{index}", random_prompt(index, 4), max_tokens=50)
     engine.step()
-    engine.add("long", prompt(9, 400), max_tokens=1)
+    engine.add("long", random_prompt(9, 400), max_tokens=1)
     engine.step()
-    engine.add("new", prompt(10, 30), max_tokens=50)
+    engine.add("new", random_prompt(10, 30), max_tokens=50)
     engine.step()  # the new one interrupts the long one and decodes from now on
     taken = engine.step().num_scheduled_tokens
     assert list(taken) == ["decode0", "decode1", "decode2", "new", "long"]

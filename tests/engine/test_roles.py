@@ -23,6 +23,7 @@ from vllm_tetri.engine import roles
 from vllm_tetri.engine.plugin import register
 from vllm_tetri.engine.scheduler import require_supported
 from vllm_tetri.errors import UnsupportedError
+from vllm_tetri.launch.machine import free_port
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, kv_key_of, write_secret
 from vllm_tetri.types import Role
 
@@ -252,9 +253,7 @@ def test_ranks_have_names_and_kv_ports_of_their_own(capsys: pytest.CaptureFixtur
     assert roles.config_of_rank(one, None) is one
     second = roles.config_of_rank(one, 1)
     assert (second.instance, second.kv_port) == ("d-dp1", 0)
-    # Of the ports that the kernel gives to others, the one before could be taken, too.
-    with socket.create_server(("127.0.0.1", 20_001 + os.getpid() % 5_000 * 2)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", port := free_port())):
         words = ("--role", "decode", "--tetri-kv-port", str(port - 1))
         third = roles.config_of_rank(config(parse(*words)), 2)
         assert third.kv_port == port + 1
@@ -279,6 +278,9 @@ def test_wrong_values_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "needs --role" in refusal(capsys, "--tetri-arena-bytes", "1M")
     assert "loopback" in refusal(capsys, "--role", "both", "--tetri-host", "0.0.0.0")
     assert "loopback" in refusal(capsys, "--role", "both", "--tetri-control", "tcp://10.0.0.1:1")
+    assert "is empty" in refusal(capsys, "--role", "both", "--tetri-control", "")
+    assert "port 0" in refusal(capsys, "--role", "both", "--tetri-control", "tcp://127.0.0.1:0")
+    assert "tcp://[::1]:1" in refusal(capsys, "--role", "both", "--tetri-control", "tcp://::1:1")
     assert "256M" in refusal(capsys, "--role", "both", "--tetri-arena-bytes", "lots")
     assert "streams" in refusal(capsys, "--role", "both", "--tetri-streams", "99")
     none = refusal(capsys, "--role", "both", "--tetri-kv-pool", "1M:/nowhere")

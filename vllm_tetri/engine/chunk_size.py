@@ -85,8 +85,8 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
         )  # fmt: skip
         return msgspec.structs.replace(config, chunk_size=most)
     logger.warning(
-        "This model's prompts cannot be cut anywhere, so vLLM alone cuts them, into steps of up to "
-        "%d tokens: --tetri-chunk-size and --tetri-tbt-slo have no effect.",
+        "This model's prompts cannot be cut at every position, so vLLM chooses where, in steps of "
+        "up to %d tokens: --tetri-chunk-size and --tetri-tbt-slo have no effect.",
         most,
     )
     return msgspec.structs.replace(config, chunk_size=most, tbt_slo_s=None)

@@ -214,6 +214,8 @@ ATTRIBUTES = {
         "connector",  # R; W: ours for encoder-decoder models
         "connector_prefix_cache_stats",  # W: for these
         "log_stats",  # R
+        "lora_config",  # R: .max_loras
+        "pause_state",  # R
         "kv_cache_config",  # R: .kv_cache_groups
         "kv_event_publisher",  # R, W: ours before it
         "kv_cache_manager",  # R: .block_pool.num_gpu_blocks, .block_pool.get_num_free_blocks(),
@@ -241,7 +243,7 @@ ATTRIBUTES = {
         "num_output_placeholders",  # R: outputs of steps under way
         "num_tokens",  # R
         "mm_features",  # R: .identifier, .mm_position of images and the like
-        "lora_request",  # R: None without an adapter
+        "lora_request",  # R: None without an adapter, .lora_int_id
         "num_tokens_with_spec",  # R: with drafts
         "all_token_ids",  # R
         "block_hashes",  # R: of its full blocks of hash_block_size tokens

@@ -200,8 +200,8 @@ class Continuations:
         if reason is not None:
             if reason not in self.refused:
                 logger.info(
-                    "this instance computes the first token of some requests again, which costs "
-                    "one step each: %s",
+                    "this instance generates the first tokens of some requests again, since it "
+                    "cannot continue after them: %s",
                     reason,
                 )
             self.refused[reason] = self.refused.get(reason, 0) + 1

@@ -121,7 +121,7 @@ class Endpoint(LoadReader):
             release_port(config.url)
         logger.info(
             "%s (%s) joins its cluster via %s: KV port %s, chunk size %s, push by %s, link %s; "
-            "KV layout %s",
+            "identity %s",
             info.id, info.role.value, ",".join(config.control), info.kv_endpoint,
             config.chunk_size, config.push, config.link, info.identity,
         )  # fmt: skip

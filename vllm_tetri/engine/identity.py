@@ -39,7 +39,7 @@ from vllm_tetri.transport.shards import Shards, head_pages
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-KV_PROTOCOL = "1"
+IDENTITY_VERSION = "1"  # of what is compared; frames have one of their own
 
 # The formats of weights; a checkpoint is named by the first one that it has.
 _FORMATS = ((".safetensors",), (".bin", ".pt", ".pth"), (".gguf",))
@@ -78,7 +78,7 @@ def identity_of(
     vouched = os.environ.get("TETRI_WEIGHTS", "")
     isa = torch.backends.cpu.get_cpu_capability() if device == "cpu" else ""
     return {
-        "protocol": KV_PROTOCOL,
+        "protocol": IDENTITY_VERSION,
         "vllm": vllm.__version__,
         "revision": os.environ.get("TETRI_REVISION", ""),
         "served_model_names": " ".join(sorted(served_names(vllm_config))),

@@ -120,7 +120,7 @@ class LoadReader:
             running=len(running),
             waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
             held=arena.slots,
-            queued_prefill_tokens=sum(map(self._queued_tokens, requests)),
+            queued_prefill_tokens=self._queued_tokens(requests),
             blocks_used=self._used_blocks(),
             blocks_total=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             arena_used_bytes=arena.arena_used_bytes,
@@ -170,10 +170,14 @@ class LoadReader:
                 total += times.user + times.system
         return total
 
-    def _queued_tokens(self, request: Request) -> int:
-        arriving_tokens = self.receives.arriving_tokens(request.request_id)
-        known_tokens = max(request.num_computed_tokens, arriving_tokens)
-        return max(0, request.num_prompt_tokens - known_tokens)
+    def _queued_tokens(self, requests: list[Request]) -> int:
+        lane, arriving = self.scheduler.waiting.lane, self.receives.arriving_tokens
+        tokens = lane.unfinished_tokens
+        for each in requests:
+            if each.request_id not in lane:
+                known_tokens = max(each.num_computed_tokens, arriving(each.request_id))
+                tokens += max(0, each.num_prompt_tokens - known_tokens)
+        return int(tokens)
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -135,7 +135,7 @@ def drain_on_sigterm(server: Any, drain_s: float) -> None:
             end()
             return
         is_draining = True
-        _log.info("SIGTERM: requests have %g s to end; another one ends them at once", drain_s)
+        _log.info("SIGTERM: requests have %g s to end; a second SIGTERM ends them at once", drain_s)
         for engine in engines:
             os.kill(engine, signal.SIGUSR1)  # `Endpoint` has a handler
         loop.call_later(drain_s + _MARGIN_S, end)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput
+from vllm_tetri.engine.compat import COMPLETE, Request, RequestStatus, SchedulerOutput
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.prediction import Predictions
 from vllm_tetri.engine.step import (
@@ -247,7 +247,9 @@ class MoveSide:
         """Record the end of a request; return whether vLLM must keep its blocks, None if it was not
         to move."""
         each = self._leaving.get(request.request_id)
-        self.arrivals.pop(request.request_id, None)
+        arrived = self.arrivals.pop(request.request_id, None)
+        if arrived is not None and request.status in COMPLETE:  # with its first token here
+            self._agent.publish(Moved(arrived))
         if each is None:
             return None
         self.parked.discard(request.request_id)

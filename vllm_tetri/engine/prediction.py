@@ -278,8 +278,8 @@ def tells_length(request: Request, outputs: OutputLengths) -> bool:
 
 
 def state_path(model: str, predictor: str) -> Path:
-    """Return the file that keeps what was learnt of a model's outputs, in `${TETRI_CACHE}/lengths`,
-    by default `~/.cache/vllm-tetri/lengths`."""
+    """Return the file that keeps what was learnt of a model's outputs, in `$TETRI_CACHE/lengths`,
+    by default `vllm-tetri/lengths` in `$XDG_CACHE_HOME` or `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME")
     usual = (Path(cache) if cache else Path.home() / ".cache") / "vllm-tetri"
     key = hashlib.sha256(json.dumps([model, predictor]).encode()).hexdigest()

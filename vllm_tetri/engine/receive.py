@@ -104,9 +104,9 @@ class ReceiveSide:
         return entry is not None and entry.is_fetch and entry.state is State.WAITING
 
     def arriving_tokens(self, request_id: str) -> int:
-        """Return of how many tokens of a prompt the KV is here or on its way."""
+        """Return of how many tokens of a prompt the KV is on its way, or here but not loaded."""
         entry = self._entries.get(request_id)  # the agent's thread asks, too
-        return entry.num_tokens if entry is not None else 0
+        return entry.num_tokens if entry is not None and entry.state is not State.DONE else 0
 
     def is_here(self, request_id: str) -> bool:
         """Whether a request's KV has arrived and is pinned (`pin_arrived`)."""

@@ -106,6 +106,7 @@ class TetriScheduler(Scheduler):
         self._cuts_freely = cuts_freely(self.vllm_config)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
+        self._num_known, self._adapters = -1, set[int]()  # of so many running requests
         self._padding: Request | None = None
         self._has_padded = self._is_stuck = False
         # Ranks of a mixture of experts step together: none may make the others wait.
@@ -168,11 +169,24 @@ class TetriScheduler(Scheduler):
         self._endpoint.learn(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if self._lacks_adapter_slot(request):
+            return False
         is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         is_ready = super()._handle_blocked_waiting_request(request)
         if is_ready and is_new_to_grammar:
             self.continuations.accept_grammar(request)
         return is_ready
+
+    def _lacks_adapter_slot(self, request: Request) -> bool:
+        """Whether running requests have as many adapters as fit, all of them others. vLLM counts
+        those with tokens in this step, which some may lack here, and asserts it in the next."""
+        if self.lora_config is None or request.lora_request is None:
+            return False
+        if self._num_known != len(self.running):  # it only grows while others are admitted
+            names = {each.lora_request.lora_int_id for each in self.running if each.lora_request}
+            self._num_known, self._adapters = len(self.running), names
+        is_other = request.lora_request.lora_int_id not in self._adapters
+        return is_other and len(self._adapters) >= self.lora_config.max_loras
 
     # -- a step -----------------------------------------------------------------
 
@@ -211,7 +225,7 @@ class TetriScheduler(Scheduler):
                 self.waiting.lane.discard(request_id)
                 self.continuations.forget(request_id)
                 self.gate.forget(request_id)
-        self.running = decodes_first(self.running)
+        self.running, self._num_known = decodes_first(self.running), -1
         self.pins.leave_room([*self.running, *self.kv_holding_waiting])
         self._set_budget()
         holding = [*self.kv_holding_waiting]  # which vLLM empties before it asks the gate
@@ -227,7 +241,8 @@ class TetriScheduler(Scheduler):
             # Leave the tokens added by `_set_budget` to the requests that are ready.
             left_tokens = self._chunk_tokens if self._num_ready else 0
             self._shares = share_in_order(self.running, left_tokens) if left_tokens else {}
-        if self._config.pad == "on" and self._endpoint.info.role is Role.PREFILL:
+        is_on = self._config.pad == "on" and self.pause_state is PauseState.UNPAUSED
+        if is_on and self._endpoint.info.role is Role.PREFILL:
             self._pad()
 
     def _free_per_group(self) -> int:
@@ -294,7 +309,7 @@ class TetriScheduler(Scheduler):
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
             was_refused=self.gate.was_shut,
-            may_run=may_run,
+            may_run=lambda request: may_run(request) and not self._lacks_adapter_slot(request),
         )
 
     def _reserve_prefill_lookahead(
@@ -305,8 +320,10 @@ class TetriScheduler(Scheduler):
             return 0
         if self._shares and self._cuts_freely:
             share = self._shares.get(request.request_id, num_new_tokens)
-            # One whose prefix was loaded in the background may be started, but not in the batch.
-            share = max(share, int(request.status is not RequestStatus.RUNNING))
+            # One whose prefix was loaded in the background may be started, but not in the batch;
+            # vLLM pads the last token of its prompt by drafts.
+            if request.status is not RequestStatus.RUNNING:
+                share = max(share, 1 + self.num_spec_tokens)
             num_new_tokens = min(num_new_tokens, share)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 

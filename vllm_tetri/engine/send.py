@@ -389,8 +389,5 @@ class SendSide:
         if lost and send.dispatch is not None:
             self._notes.append((send.dispatch.kv_endpoint, encode_note(Lost(send.name))))
         self._stops.append(send.request.request_id)
-        self._order_free(send)
-
-    def _order_free(self, send: Send) -> None:
         send.freeing, send.num_ended = True, 0
         self._frees.append(send.request.request_id)

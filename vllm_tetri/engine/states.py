@@ -91,7 +91,7 @@ class StateReader:
 
 def middle_layer(config: VllmConfig) -> int | None:
     """Return after which of the model's layers states are to be read; None for the last. What
-    drafts from states, or divides the model, a prompt or a batch, has its own way with others."""
+    drafts tokens, or divides the model, a prompt or a batch, has its own way with others."""
     parallel, model = config.parallel_config, config.model_config
     is_whole = (
         parallel.pipeline_parallel_size == parallel.prefill_context_parallel_size == 1

@@ -48,7 +48,7 @@ Note = Lost | FirstTokens
 
 MAX_NOTE_BYTES = 64 << 10  # what the transport carries as a message
 # What may be loaded in a step, for each distinct shard of the KV: that takes 6 ms on a CPU, by one
-# thread at 10 GB/s, and 1 ms on a GPU, by DMA at the 25 GB/s of PCIe 4, which has not run.
+# thread at 10 GB/s, and 1 ms on a GPU, by DMA at the 25 GB/s of PCIe 4, which was not timed.
 CPU_LOAD_BYTES, LOAD_BYTES = 64 << 20, 32 << 20
 
 _decoder: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)

@@ -24,7 +24,7 @@ from vllm_tetri.types import StepCoefficients
 
 KNEE_PART = 0.9
 # Simulated between a half and 16: less makes first tokens late, more makes gaps long. With 3,
-# p99 of gaps is 0.33 to 1.0 of that with vLLM's own budget, and first tokens take 1.0 to 1.35 of
+# p99 of gaps is 0.33 to 1.0 of that with vLLM's own budget, and first tokens take 1.0 to 1.12 of
 # the time (examples/benchmarks/chunks.py).
 CALM_STEPS = 3
 
