@@ -144,6 +144,8 @@ class FakeInstance:
         self.num_probes = 0
         self.metrics = ""
         self.adapters: dict[str, tuple[str, str]] = {}  # path and digest by name
+        self.load_gate, self.num_loads = asyncio.Event(), 0  # of orders to load one
+        self.load_gate.set()
         self.cached = b""  # names of all blocks in the prefix cache
         self.cache_report: CacheReport | None = None  # sent once, that many reports too late
         self.can_load = True
@@ -214,6 +216,8 @@ class FakeInstance:
 
     async def _load(self, request: web.Request) -> web.Response:
         order = await request.json()
+        self.num_loads += 1
+        await self.load_gate.wait()
         if not self.can_load:
             return Refusal(404, "no adapter is there").response()
         if order["lora_name"] in self.adapters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, pair, ranks
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, pair, ranks
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.types import Role
 
@@ -50,6 +50,24 @@ async def test_an_instance_that_joins_loads_what_the_others_have() -> None:
         assert joins.adapters == made["a"].adapters
         await made.ask(UNLOAD, lora_name="lora-a")
         assert (await made.add(FakeInstance("c", Role.BOTH))).adapters == {}
+
+
+async def test_orders_during_a_join_reach_the_instance_that_joins() -> None:
+    async with cluster(FakeInstance("a", Role.BOTH)) as made:
+        await made.ask(LOAD, **ORDER)
+        b = FakeInstance("b", Role.BOTH)
+        b.load_gate.clear()
+        joining = asyncio.create_task(made.add(b))
+        await eventually(lambda: b.num_loads)
+        orders = [
+            asyncio.create_task(made.ask(LOAD, lora_name="lora-y", lora_path="/y")),
+            asyncio.create_task(made.ask(UNLOAD, lora_name="lora-a")),
+        ]
+        await asyncio.sleep(0.1)  # they are on their way
+        b.load_gate.set()
+        assert [status for status, *_ in await asyncio.gather(*orders)] == [200, 200]
+        await joining
+        assert b.adapters == made["a"].adapters == {"lora-y": ("/y", "d")}
 
 
 async def test_requests_of_an_adapter_go_where_it_is() -> None:

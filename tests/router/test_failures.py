@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from typing import Any
 
@@ -30,6 +29,7 @@ from tests.router.fakes import (
 )
 from tests.router.writers import begin_stream
 from vllm_tetri.handover import PrefillParams
+from vllm_tetri.launch.machine import free_port
 from vllm_tetri.types import Role, TransferId
 
 
@@ -331,13 +331,11 @@ async def test_an_instance_that_leaves_is_forgotten_at_once() -> None:
         agent = made["d1"].agent
         assert agent is not None
         await asyncio.to_thread(agent.close)
-        await eventually(lambda: made.state("d1") == "absent", timeout_s=0.4)
+        await eventually(lambda: made.state("d1") == "absent")
 
 
 async def test_a_restarted_router_has_the_whole_picture_at_once() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        control = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    control = f"tcp://127.0.0.1:{free_port()}"
     fakes = pair()
     try:
         for each in fakes:
@@ -345,11 +343,10 @@ async def test_a_restarted_router_has_the_whole_picture_at_once() -> None:
         for _ in range(2):
             async with door(control) as (scheduler, _, _):
                 ready = scheduler.placer.models
-                await eventually(lambda ready=ready: ready(), timeout_s=3)
+                await eventually(ready)
                 view = scheduler.monitor.view
                 await eventually(
-                    lambda view=view: [each.state for each in view().instances] == ["ready"] * 2,
-                    timeout_s=3,
+                    lambda view=view: [each.state for each in view().instances] == ["ready"] * 2
                 )
     finally:
         for each in fakes:

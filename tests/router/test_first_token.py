@@ -34,6 +34,7 @@ from tests.router.writers import (
     prefill,
     script_of,
     stream_of,
+    writer,
 )
 from vllm_tetri.handover import DecodeParams, PriorOutput, from_params
 
@@ -143,23 +144,32 @@ async def test_what_is_not_plain_text_waits_for_the_second_leg(options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("text", "change", "options"),
+    ("change", "options"),
     [
-        ("Ab", {"continues": False}, {}),
-        ("Ab", {"continues_seeded": False}, {"seed": 3}),
-        ("Ab", {"reasons": True}, {}),
-        ("", {}, {}),
-        ("\ufffd", {}, {}),  # a part of a character
+        ({"continues": False}, {}),
+        ({"continues_seeded": False}, {"seed": 3}),
+        ({"reasons": True}, {}),
     ],
 )
 async def test_a_token_that_may_continue_differently_is_not_shown_early(
-    text: str, change: dict[str, bool], options: dict[str, Any]
+    change: dict[str, bool], options: dict[str, Any]
 ) -> None:
-    fakes = trio(prefill(texts=(text,)), continuation)
+    fakes = trio(prefill(), continuation)
     fakes[1].abilities = change
     async with cluster(*fakes) as made:
         await stream_of(made, CHAT, **options)
         assert await metric(made, 'tetri_first_tokens_total{how="with_second"}') == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("text", ["", "\ufffd"])  # none, or a part of a character
+async def test_a_token_without_text_yet_is_shown_early_without_it(path: str, text: str) -> None:
+    async with cluster(*trio(prefill(texts=(text,)), writer(texts=("", "日", " end")))) as made:
+        raw, _ = await stream_of(made, path)
+        assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 1
+        assert pieces(raw)[0] == ""
+        assert "".join(pieces(raw)) == "日 end"
+        assert raw.endswith(b"data: [DONE]\n\n")
 
 
 async def test_every_choice_draws_its_own_first_token() -> None:

@@ -147,8 +147,9 @@ async def test_those_that_cannot_are_refused_in_words() -> None:
 
 
 async def test_the_command_reports_an_instance_that_dies_while_it_drains(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vllm_tetri.admin._SILENT_S", 0.5)
     async with cluster(*four()) as made:
         made["d2"].unfinished = "1 request"
         flipping = asyncio.create_task(made.command("flip", "d2", "prefill"))
@@ -157,6 +158,22 @@ async def test_the_command_reports_an_instance_that_dies_while_it_drains(
         assert await flipping == 1
         assert "d2 does not answer any more" in capsys.readouterr().err
         assert (await made.ask())[0] == 200
+
+
+async def test_the_command_waits_for_an_instance_that_is_silent_for_a_moment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with cluster(*four()) as made:
+        made["d2"].unfinished = "1 request"
+        flipping = asyncio.create_task(made.command("flip", "d2", "prefill"))
+        await eventually(lambda: made.state("d2") == "flipping")
+        made["d2"].speaks.clear()
+        await eventually(lambda: made.state("d2") == "silent")
+        await asyncio.sleep(0.3)  # the command looks
+        made["d2"].unfinished = ""
+        made["d2"].speaks.set()
+        assert await flipping == 0
+        assert "d2 decode → prefill: done" in capsys.readouterr().out
 
 
 async def test_the_command_waits_and_says_what_happened(capsys: pytest.CaptureFixture[str]) -> None:

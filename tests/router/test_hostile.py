@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import zmq
 
 from tests.control.channel import INFO
+from tests.footprint import footprint
 from tests.mutation import COUNTS, mutated, strange_frame
 from tests.router.fakes import Cluster, cluster, eventually, pair
 from vllm_tetri import messages
@@ -116,7 +116,7 @@ async def test_unauthenticated_peers_are_dropped(count: int) -> None:
     async with serving(secret=secret) as (made, _):
         await still_serves(made)
         gc.collect()
-        open_before = num_open_files()
+        open_before = footprint().files
         port = int(made.control.rpartition(":")[2])
         for index in range(count):
             stranger = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port), 10)
@@ -127,14 +127,10 @@ async def test_unauthenticated_peers_are_dropped(count: int) -> None:
                 await still_serves(made)
         await eventually(lambda: made.scheduler.monitor.counters.dropped > 0)
         await still_serves(made)
-        await eventually(lambda: num_open_files() <= open_before + 2)
+        await eventually(lambda: footprint().files <= open_before + 2)
         assert set(made.scheduler.monitor.counters.received) <= {
             "Hello",
             "LoadReport",
             "CacheReport",
             "Dispatched",
         }
-
-
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 import pytest
 
 from tests.router.fakes import info_of
-from tests.router.servers import OK, listening, says, serving
+from tests.router.servers import OK, listening, request_of, says, serving
 from vllm_tetri.router import http_client, response
 from vllm_tetri.router.errors import ConnectionLost, Unreachable
 from vllm_tetri.router.http_client import HttpClient
@@ -135,6 +135,22 @@ async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
         assert await whole(client, server.url) == b"ok"
         assert await whole(client, server.url) == b"ok"
         assert server.num_connections == 2
+
+
+async def test_a_server_that_is_gone_with_a_reused_connection_had_the_request() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(OK)
+        await request_of(reader)
+        server.close()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with wires() as client:
+        assert await whole(client, url) == b"ok"
+        with pytest.raises(ConnectionLost):  # and not Unreachable: it may have died of it
+            await whole(client, url)
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\n"])
@@ -325,7 +341,7 @@ async def test_a_head_without_end_is_an_error() -> None:
             await writer.drain()
 
     async with serving(serve) as server, wires() as client:
-        with pytest.raises(ConnectionLost, match="exceeds 65536 bytes"):
+        with pytest.raises(ConnectionLost, match="exceeds 2097152 bytes"):
             await whole(client, server.url)
 
 

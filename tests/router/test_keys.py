@@ -39,6 +39,7 @@ async def test_every_route_but_a_few_needs_a_key() -> None:
     posts += tuple(path for method, path, _ in PROXIED if method == "POST")
     posts += ("/tetri/v1/instances/b/drain", "/tetri/v1/instances/b/flip")
     gets = ("/v1/models", "/tetri/v1/instances", "/tetri/v1/requests", "/tetri/v1/mode")
+    gets += ("/tetri/v1/targets",)
     gets += tuple(each for method, each, _ in PROXIED if method == "GET" and each not in OPEN)
     async with cluster(both(), keys=KEYS) as made:
         for method, paths in (("POST", posts), ("GET", gets)):

@@ -196,5 +196,5 @@ def test_a_router_outside_of_a_cluster_says_so_in_a_line(
 
 def test_without_the_extra_the_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_tetri.router.kube_lease", None)
-    with pytest.raises(ConfigError, match=r"pip install 'vllm-tetri\[kubernetes\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[kubernetes\]'"):
         lease_of("kubernetes:tetri")

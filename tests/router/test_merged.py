@@ -5,10 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, held_back, let_go, ranks
+from tests.router.fakes import (
+    Cluster,
+    FakeInstance,
+    cluster,
+    eventually,
+    hang,
+    held_back,
+    let_go,
+    pair,
+    ranks,
+)
 from vllm_tetri.router import merged
 from vllm_tetri.types import Role
 
@@ -39,10 +50,6 @@ ORIGIN = "http://page.example"
 
 def metrics_of(running: int = 0, usage: float = 0.0, tokens: int = 0) -> str:
     return TEXT.format(running=running, usage=usage, tokens=tokens)
-
-
-def pair() -> tuple[FakeInstance, FakeInstance]:
-    return FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
 
 
 async def samples(made: Cluster) -> dict[str, float]:
@@ -144,14 +151,15 @@ async def test_an_instance_that_does_not_answer_is_as_it_was_last(monkeypatch: A
         assert (await samples(made))["vllm:prompt_tokens_total"] == 40
 
 
-async def test_many_scrapers_cost_one_scrape() -> None:
+async def test_many_scrapers_cost_one_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged, "_FRESH_S", 60.0)
     p, d = pair()
     p.metrics = metrics_of(tokens=1)
     async with cluster(p, d) as made:
         texts = await asyncio.gather(*(made.metrics() for _ in range(5)))
         p.metrics = metrics_of(tokens=2)
         assert all("vllm:prompt_tokens_total" in each for each in [*texts, await made.metrics()])
-        assert (await samples(made))["vllm:prompt_tokens_total"] == 1  # for a second
+        assert (await samples(made))["vllm:prompt_tokens_total"] == 1
 
 
 async def test_the_load_is_the_number_of_requests_in_flight() -> None:
@@ -231,6 +239,24 @@ async def test_pages_of_other_origins_may_what_instances_allow() -> None:
         assert name not in (await made.ask(headers=key))[2]
         async with made.client.options(url, headers=key) as response:
             assert response.status == 405  # it is no browser's question
+
+
+async def test_a_page_does_not_wait_for_instances_that_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def hang_when_asked_again(*asked: Any) -> web.StreamResponse:
+        if asked[1].path == "/version" and next(answers, None) is None:
+            return await hang()
+        return await allow_pages(*asked)
+
+    monkeypatch.setattr(merged, "_REMEMBERED_S", 0.0)
+    answers, (p, d) = iter([1]), pair()
+    p.handler = d.handler = hang_when_asked_again
+    async with cluster(p, d) as made:
+        for _ in range(3):
+            async with asyncio.timeout(1.5):  # an instance has 2 s to say what it allows
+                status, _, headers = await made.ask(headers={"Origin": ORIGIN})
+            assert (status, headers["access-control-allow-origin"]) == (200, ORIGIN)
 
 
 async def test_without_instances_a_page_gets_the_routers_own_answer() -> None:

@@ -109,9 +109,9 @@ async def test_alike_instances_spare_some_of_outputs_where_that_is_worth_it(
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         assert await made.command("status") == 0
-        words = f"compute prompts alone, as load is: {', '.join(found)}"
+        words = f"compute prompts only, at the present load: {', '.join(found)}"
         assert words in capsys.readouterr().out
-        assert any(f"as load is: {', '.join(found)}" in each for each in caplog.messages)
+        assert any(f"at the present load: {', '.join(found)}" in each for each in caplog.messages)
         for name in found:  # outputs there have ended, and no other came
             made[name].load = replace(made[name].load, light=0, remaining_tokens=0)
         await until_reported(made)

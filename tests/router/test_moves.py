@@ -18,7 +18,7 @@ from tests.router.writers import (
     STREAM_HEADERS,
     begin_stream,
     body_of,
-    die,
+    dies,
     expected,
     script_of,
     stream_of,
@@ -85,8 +85,7 @@ async def stage(options: Mapping[str, Any] = {}, **differs: Any) -> AsyncIterato
             await goes_on.wait()
             return web.json_response(script.whole())
         events = script.events()
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        await response.prepare(request)
+        response = await begin_stream(request)
         for index, event in enumerate(events):
             if index == BEFORE:
                 await goes_on.wait()
@@ -116,11 +115,9 @@ def breaks_off(goes_on: asyncio.Event) -> Handler:
     """An instance that dies in the middle of an output."""
 
     async def handle(fake: FakeInstance, request: web.Request, body: Any) -> Any:
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        await response.prepare(request)
-        await response.write(b"".join(script_of(request, body).events()[:BEFORE]))
+        await begin_stream(request, *script_of(request, body).events()[:BEFORE])
         await goes_on.wait()
-        return await dies(fake, request)
+        return await dies(fake, request, body)
 
     return handle
 
@@ -196,18 +193,12 @@ async def test_the_output_stays_if_the_other_instance_writes_something_else() ->
 
 async def test_the_output_stays_if_the_other_instance_dies() -> None:
     async with stage() as both:
-        both.b.handler = lambda fake, request, _: dies(fake, request)
+        both.b.handler = dies
         asking = asyncio.create_task(stream_of(both.made, COMPLETION))
         transfer = await both.moving()
         await eventually(lambda: both.a.cancelled == [transfer])
         both.goes_on.set()
         is_whole(*await asking, COMPLETION)
-
-
-async def dies(fake: FakeInstance, request: web.Request) -> web.StreamResponse:
-    die(fake, request)
-    await asyncio.sleep(60)
-    raise AssertionError
 
 
 async def test_the_output_goes_on_if_the_instance_dies_that_had_it() -> None:

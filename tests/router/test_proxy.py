@@ -64,41 +64,43 @@ async def ask(
         return got.status, await got.read(), got.headers
 
 
-@pytest.mark.parametrize("path", JSON_POSTS)
-async def test_bytes_go_through_unchanged_in_both_directions(path: str) -> None:
+async def test_bytes_go_through_unchanged_in_both_directions() -> None:
+    sent = {"X-Mine": "1", "Authorization": "Bearer key"}
     async with cluster(*named("b")) as made:
-        status, answer, headers = await ask(
-            made, path, headers={"X-Mine": "1", "Authorization": "Bearer key"}, model="tiny", x=[1]
-        )
-        assert (status, answer) == (200, b'{ "by": "b" }')
-        assert (headers["X-Extra"], headers["x-tetri-decode"]) == ("kept", "b")
-        (seen,) = made["b"].calls
-        assert (seen.method, seen.target) == ("POST", path)
-        assert seen.raw == b'{"model": "tiny", "x": [1]}'
-        assert (seen.headers["X-Mine"], seen.headers["Authorization"]) == ("1", "Bearer key")
-        assert seen.headers["X-Request-Id"] == headers["x-request-id"]
-        assert await made.table() == []
+        for path in JSON_POSTS:
+            status, answer, headers = await ask(made, path, headers=sent, model="tiny", x=[1])
+            assert (status, answer) == (200, b'{ "by": "b" }'), path
+            assert (headers["X-Extra"], headers["x-tetri-decode"]) == ("kept", "b"), path
+            (seen,) = made["b"].calls
+            assert (seen.method, seen.target) == ("POST", path)
+            assert seen.raw == b'{"model": "tiny", "x": [1]}', path
+            assert {name: seen.headers[name] for name in sent} == sent, path
+            assert seen.headers["X-Request-Id"] == headers["x-request-id"], path
+            assert await made.table() == [], path
+            made["b"].calls.clear()
 
 
-@pytest.mark.parametrize("path", [*GETS, RESPONSES + "/resp_1"])
-async def test_what_is_only_read_goes_through_too(path: str) -> None:
+async def test_what_is_only_read_goes_through_too() -> None:
     async with cluster(*named("b")) as made:
-        status, answer, _ = await ask(made, path + "?stream=false", "GET")
-        assert (status, answer) == (200, b'{ "by": "b" }')
-        (seen,) = made["b"].calls
-        assert (seen.method, seen.target, seen.raw) == ("GET", path + "?stream=false", b"")
+        for path in (*GETS, RESPONSES + "/resp_1"):
+            status, answer, _ = await ask(made, path + "?stream=false", "GET")
+            assert (status, answer) == (200, b'{ "by": "b" }'), path
+            (seen,) = made["b"].calls
+            assert (seen.method, seen.target, seen.raw) == ("GET", path + "?stream=false", b"")
+            made["b"].calls.clear()
 
 
-@pytest.mark.parametrize("path", FORMS)
-async def test_forms_go_through_as_they_are(path: str) -> None:
+async def test_forms_go_through_as_they_are() -> None:
     async with cluster(*named("b")) as made:
-        form = aiohttp.FormData()
-        form.add_field("file", bytes(range(256)), filename="a.wav")
-        async with made.client.post(made.url + path, data=form) as response:
-            assert response.status == 200
-        (seen,) = made["b"].calls
-        assert bytes(range(256)) in seen.raw
-        assert seen.headers["Content-Type"].startswith("multipart/form-data; boundary=")
+        for path in FORMS:
+            form = aiohttp.FormData()
+            form.add_field("file", bytes(range(256)), filename="a.wav")
+            async with made.client.post(made.url + path, data=form) as response:
+                assert response.status == 200, path
+            (seen,) = made["b"].calls
+            assert bytes(range(256)) in seen.raw, path
+            assert seen.headers["Content-Type"].startswith("multipart/form-data; boundary="), path
+            made["b"].calls.clear()
 
 
 async def test_a_stream_arrives_while_it_is_made_and_is_in_the_table() -> None:
@@ -210,6 +212,35 @@ async def test_a_stored_response_is_found_whatever_model_it_is_of() -> None:
         made["y"].handler = fails(404, error)
         status, answer, _ = await ask(made, RESPONSES + "/resp_1", "GET")
         assert (status, json.loads(answer)) == (404, {"error": error})
+
+
+async def test_a_stored_response_is_found_where_responses_were_stored_before() -> None:
+    stored = {"previous_response_id": "resp_1", "model": "tiny"}
+    async with cluster(*named("p", role=Role.PREFILL), *named("d2", role=Role.DECODE)) as made:
+        await ask(made, RESPONSES)
+        assert made["d2"].calls
+        d1 = await made.add(named("d1", role=Role.DECODE)[0])  # which stores from now on
+        d1.handler = fails(404, {"message": "no such response"})
+        for method, path, body in (("GET", "/resp_1", {}), ("POST", "", stored)):
+            answer = (await ask(made, RESPONSES + path, method, **body))[1]
+            assert answer == b'{ "by": "d2" }', path
+
+
+async def test_a_model_whose_instance_is_silent_for_a_moment_is_waited_for() -> None:
+    async with cluster(*named("x", models=("a",)), *named("y", models=("b",))) as made:
+        for path in ("/v1/messages", "/v1/completions"):
+            made["x"].speaks.clear()
+            await eventually(lambda: made.state("x") == "silent")
+            asking = asyncio.create_task(ask(made, path, model="a", prompt="hello"))
+            await asyncio.sleep(0.1)
+            assert not asking.done()
+            made["x"].speaks.set()
+            status, answer, _ = await asking
+            assert (status, answer) == (200, b'{ "by": "x" }'), path
+        assert made["y"].calls == []
+        await made["x"].close()
+        await eventually(lambda: made.state("x") != "ready")
+        assert (await ask(made, "/v1/completions", model="a", prompt="x"))[0] in (404, 503)
 
 
 async def test_a_model_decides_the_instance_and_an_unknown_one_is_for_an_instance_to_refuse() -> (

@@ -177,6 +177,28 @@ async def test_a_request_is_refused_after_the_second_crash() -> None:
         assert await made.table() == []
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_other_routes_refuse_what_engines_crash_with_too(path: str) -> None:
+    async def crashes(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        fake.is_healthy = False
+        fake.speaks.clear()
+        return web.json_response({"error": {"message": "died"}}, status=500)
+
+    fakes = [FakeInstance(name, Role.BOTH) for name in "abc"]
+    for each in fakes:
+        each.handler = crashes
+    async with cluster(*fakes) as made:
+        answers = []
+        for _ in range(3):
+            answers.append(await made.ask(path, model="tiny", x=1))
+            asked = [each.id for each in fakes if each.calls]
+            await eventually(
+                lambda asked=asked: all(made.state(each) == "silent" for each in asked)
+            )
+        assert answers[-1][2]["x-tetri-error"] == "poison_request"
+        assert sum(len(each.calls) for each in fakes) == 2
+
+
 async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> None:
     async def breaks(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         await begin_stream(request, *script_of(request, body).events(num_given(body) + 1)[:2])

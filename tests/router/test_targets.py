@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlsplit
 
 from tests.router.fakes import FakeInstance, cluster, eventually, info_of, ranks
@@ -35,16 +34,6 @@ async def test_an_instance_is_a_target_until_it_has_left() -> None:
 async def test_a_router_that_knows_no_instance_does_not_say_that_there_is_none() -> None:
     async with cluster() as made, made.client.get(made.url + PATH) as response:
         assert response.status == 503  # Prometheus keeps its targets
-
-
-async def test_targets_need_a_key() -> None:
-    async with cluster(FakeInstance("b", Role.BOTH), keys=("k",)) as made:
-        found: dict[str, Any] = {}
-        for key in ("", "k"):
-            headers = {"Authorization": f"Bearer {key}"}
-            async with made.client.get(made.url + PATH, headers=headers) as response:
-                found[key] = response.status, response.content_type
-    assert found == {"": (401, "application/json"), "k": (200, "application/json")}
 
 
 def test_ranks_of_a_server_are_one_target() -> None:

@@ -22,7 +22,7 @@ from vllm_tetri.router.command import (
 )
 from vllm_tetri.types import Mode
 
-_MISSING = "the picker needs more packages: pip install 'vllm-tetri[picker]'"
+_MISSING = "the picker needs more packages: pip install '.[picker]' in the clone"
 
 _log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # States in which an instance has requests.
 SERVING = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
 _ORDER_S, _ASK_S = 120.0, 2.0  # longest wait for one instance
+_NO_RESPONSE = 504
 _ASK_AGAIN_S = 1.0
 _KEPT = ("Authorization",)  # headers of the newest order, by which instances that join are asked
 
@@ -68,7 +69,7 @@ class Adapters:
             self._headers.update({name: headers[name] for name in _KEPT if name in headers})
             former = self._loaded.pop(order.lora_name, None)
             if path == LOAD:
-                self._loaded[order.lora_name] = body  # at once: an instance may be joining
+                self._loaded[order.lora_name] = body
             infos = list({each.url: each for each in self._serving()}.values())
             answers = await asyncio.gather(*(self._post(each, path, body) for each in infos))
             done = [each for each, (status, _) in zip(infos, answers, strict=True) if status == 200]
@@ -98,14 +99,28 @@ class Adapters:
         return web.Response(status=status, body=text, content_type=kind)
 
     async def welcome(self, info: InstanceInfo) -> None:
-        """Let an instance that joins load what others have, and learn what it has."""
-        if self._loaded:
-            await self._learn_all()
-        for name, body in list(self._loaded.items()):
-            status, text = await self._post(info, LOAD, body)
-            if status != 200 and b"already been loaded" not in text:
-                _log.warning("%s did not load adapter %r: %s", info.id, name, text.decode())
-        await self._learn(info)
+        """Let an instance that joins load what others have, and learn what it has. Orders meanwhile
+        go to those in use alone, so it gets what they changed until nothing has."""
+        given: dict[str, bytes] = {}
+        while True:
+            async with self._turn:
+                if self._loaded and not given:
+                    await self._learn_all()
+                wanted = dict(self._loaded)
+                if wanted == given:
+                    await self._learn(info)
+                    return
+            for name in given.keys() - wanted.keys():
+                await self._post(info, UNLOAD, msgspec.json.encode({"lora_name": name}))
+            for name, body in wanted.items():
+                if given.get(name) == body:
+                    continue
+                status, text = await self._post(info, LOAD, body)
+                if status != 200 and b"already been loaded" not in text:
+                    _log.warning("%s did not load adapter %r: %s", info.id, name, text.decode())
+                if status == _NO_RESPONSE:  # nor would it to the others
+                    break
+            given = wanted
 
     async def look_again(self) -> None:
         """Learn what all instances have, unless that was done just now."""
@@ -140,5 +155,5 @@ class Adapters:
     async def _post(self, info: InstanceInfo, path: str, body: bytes) -> tuple[int, bytes]:
         found = await self._upstream.ask(info.url, path, _ORDER_S, self._headers, body)
         if found is None:
-            return 504, b"it does not respond"
+            return _NO_RESPONSE, b"it does not respond"
         return found[0].status, found[1]

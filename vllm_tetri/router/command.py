@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flip-dry-run", action="store_true", help="only log which instance would change role")
     for role in ROLES:
         add(f"--{role}", type=bounds, metavar="N|MIN:MAX",
-            help=f"{role} instances that flips leave; with --flip balance, /tetri/v1/instances "
+            help=f"{role} instances that flips must keep; with --flip balance, /tetri/v1/instances "
             "tells which one the load needs more or less, as `change` (default: at least 1)")
     add("--flip-lease", metavar="FILE|kubernetes:NAME",
         help="how several routers agree which of them flips roles, the same for all: on one host a "

@@ -59,9 +59,9 @@ class FirstToken:
         return text if isinstance(text, str) else None
 
     @property
-    def is_complete_text(self) -> bool:
-        """Whether the text can be sent alone: not empty, and not a part of a character."""
-        return bool(self.text) and _BROKEN_CHARACTER not in (self.text or "")
+    def shown_text(self) -> str | None:
+        """The text that a stream begins with: as in vLLM's, nothing of a part of a character."""
+        return "" if _BROKEN_CHARACTER in (self.text or "") else self.text
 
     def with_prompt(self, ending: PrefillEnding | None) -> FirstToken:
         """Add the prompt's token ids of the last chunk's message, which are sent only once."""
@@ -118,8 +118,8 @@ class FirstToken:
 
     def _piece(self, is_last: bool) -> dict[str, Any]:
         get = self.choice.get
-        piece: dict[str, Any] = {"index": 0}
-        piece |= {"delta": {"content": self.text}} if self.is_chat else {"text": self.text}
+        text, piece = self.text if is_last else self.shown_text, dict[str, Any](index=0)
+        piece |= {"delta": {"content": text}} if self.is_chat else {"text": text}
         piece |= {"logprobs": get("logprobs")}
         piece |= {"finish_reason": get("finish_reason") if is_last else None}
         if is_last or not self.is_chat:

@@ -141,7 +141,7 @@ def lease_of(text: str | None) -> Lease | None:
         except ImportError as error:
             raise ConfigError(
                 f"--flip-lease {text} needs kubernetes-asyncio: "
-                f"pip install 'vllm-tetri[kubernetes]' ({error})"
+                f"pip install '.[kubernetes]' in the clone ({error})"
             ) from error
         return KubeLease(text.removeprefix(_KUBERNETES))
     return FileLease(text)

@@ -25,7 +25,7 @@ from vllm_tetri.router.response import FlowRules, HttpResponse, Pump
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
-_MAX_HEAD_BYTES = 1 << 16
+_MAX_HEAD_BYTES = 2 << 20  # vLLM may describe every one of 8,192 embeddings in one header
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 _tls_context = cache(ssl.create_default_context)
 
@@ -66,16 +66,23 @@ class HttpClient:
         if body or method != "GET":
             headers["Content-Length"] = str(len(body))
         message = (head_of(f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", headers), body)
+        lost: ConnectionLost | None = None
         if idle := self.idle.get(url):
             connection = idle.pop()
             try:
                 return await connection.request(message, label, may_migrate)
-            except ConnectionLost:
+            except ConnectionLost as error:
                 if not connection.was_closed_idle:
                     raise
+                lost = error
         connection = _Connection(self, url, self._loop)
         connection.label, connection.may_migrate = label, may_migrate
-        await self._connect(connection, parts, port)
+        try:
+            await self._connect(connection, parts, port)
+        except Unreachable as error:
+            if lost is not None:  # a server that is gone may have had the request
+                raise lost from error
+            raise
         return await connection.request(message, label, may_migrate)
 
     def is_silent(self, label: str, since_s: float) -> bool:

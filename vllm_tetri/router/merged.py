@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from cachetools import TTLCache
+from cachetools import FIFOCache, TTLCache
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.errors import Refusal
@@ -101,6 +101,8 @@ class Merged:
         self._seqs: dict[_Process, int] = {}  # of their last reports
         self._gone = ""
         self._remembered: TTLCache[str, Any] = TTLCache(_MAX_ORIGINS, _REMEMBERED_S)
+        self._allowed: FIFOCache[str, dict[str, str]] = FIFOCache(_MAX_ORIGINS)  # by origin
+        self._asking: set[asyncio.Task[dict[str, str]]] = set()  # about origins, once more
 
     async def metrics(self) -> str:
         """Return vLLM's metrics of all instances as one, at most a second old."""
@@ -167,18 +169,29 @@ class Merged:
         return known
 
     async def cors(self, origin: str) -> dict[str, str]:
-        """Return the headers with which instances let pages of an origin read a response."""
-        if (known := self._remembered.get(origin)) is None:
-            try:
-                response, _ = await self._ask("/version", {"Origin": origin})
-            except Refusal:
-                return {}
-            known = self._remembered[origin] = {
-                name: value
-                for name, value in response.headers.items()
-                if name == "vary" or name.startswith("access-control-")
-            }
+        """Return the headers with which instances let pages of an origin read a response. What they
+        said once is used until they say something else: a busy one may take long."""
+        if (known := self._allowed.get(origin)) is None:
+            return await self._ask_cors(origin)
+        if origin not in self._remembered:
+            self._remembered[origin] = None
+            task = asyncio.create_task(self._ask_cors(origin))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
         return known
+
+    async def _ask_cors(self, origin: str) -> dict[str, str]:
+        try:
+            response, _ = await self._ask("/version", {"Origin": origin})
+        except Refusal:
+            return {}
+        self._remembered[origin] = None
+        found = self._allowed[origin] = {
+            name: value
+            for name, value in response.headers.items()
+            if name == "vary" or name.startswith("access-control-")
+        }
+        return found
 
     async def _ask(
         self, path: str, headers: Mapping[str, str] | None = None

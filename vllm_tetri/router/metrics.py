@@ -96,8 +96,8 @@ class Metrics(Collector):
     def _declare_requests(self) -> None:
         self.requests = self._counter(
             "requests", "Requests that ended, by how they were served (split, whole, fallback: "
-            "split and then whole, passed: a route that is not split, none) and how they ended "
-            "(ok, error, rejected, busy, late, cancelled, poison).",
+            "by one instance after another way failed, passed: a route that is not split, none) "
+            "and how they ended (ok, error, rejected, busy, late, cancelled, poison).",
             route=_ROUTES, outcome=_OUTCOMES)
         self._ttft = self._histogram(
             "time_to_first_token_seconds",
@@ -109,9 +109,9 @@ class Metrics(Collector):
         self.cancelled = self._counter(
             "transfers_cancelled", "KV transfers that the router cancelled.")
         self.fallbacks = self._counter(
-            "fallbacks", "Splits that one instance finished alone, by why: decode_failed; "
-            "no_decode_instance or no_transfer: the prefill instance found none, or did not hand "
-            "over; ..._at_once: the first token ended a choice or a structured output.",
+            "fallbacks", "Times that one instance went on alone, by why: decode_failed: a stream "
+            "broke; no_decode_instance or no_transfer: the prefill instance found none, or did not "
+            "hand over; ..._at_once: the first token ended a choice or a structured output.",
             reason=_REASONS)
         self.first_tokens = self._counter(
             "first_tokens", "First tokens from prefill, by how they reached the client: early, "

@@ -118,10 +118,9 @@ class Placer:
         request: ApiRequest,
         *,
         may_split: bool,
-        excluded: frozenset[InstanceId],  # they failed it
+        excluded: frozenset[InstanceId],  # they failed it, or lack what it asks for
         at_limit: frozenset[InstanceId],  # they refused it because they are at their limits
         is_new: bool,  # it has not been sent to any instance yet
-        skipped_models: Collection[str] = (),  # a request without a model is not for them
     ) -> Route | None:
         """Choose where a request goes; None when no ready instance serves the model. Raises
         `NoCapacity`: all instances that could serve it are at their limits."""
@@ -159,7 +158,7 @@ class Placer:
             )
 
         if request.rules is not None:
-            choices = map(choose, self._models_of(request, skipped_models))
+            choices = map(choose, self._models_of(request))
             found = next((each for each in choices if each is not None), None)
         elif self.mode is Mode.SPLIT:
             found = choose(request.model, may_split=may_split)
@@ -303,14 +302,15 @@ class Placer:
         _log.debug("request %s: %s", request.request_id, place.reason)
         return Route(place.prefill, place.decode, place.reason, anywhere=True, ttft_s=place.ttft_s)
 
-    def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
+    def _models_of(self, request: ApiRequest) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance
         complains best itself."""
         names = self.models(request.model)
-        if request.model in names:
+        known = (each.info.names for each in self._view().instances)  # ready or not
+        if request.model in names or any(request.model in each for each in known):
             yield request.model
         else:
-            yield from sorted({info.models[0] for info in names.values()}.difference(skipped))
+            yield from sorted({info.models[0] for info in names.values()})
 
     def _log_limit(self, limit: str, words: str) -> None:
         self._limit_log.record(limit, f"{words}; new requests go elsewhere or get 503")
@@ -377,7 +377,10 @@ class Placer:
         self._cache_seqs = {name: seq for name, seq in self._cache_seqs.items() if name in known}
         self._output_tokens = table.usual_tokens() or _UNKNOWN_OUTPUT_TOKENS
         if table.spared != spared:
-            _log.info("computes prompts alone, as load is: %s", _named(table.spared) or "none")
+            _log.info(
+                "instances that compute prompts only, at the present load: %s",
+                _named(table.spared) or "none",
+            )
 
 
 def _named(instances: Collection[InstanceId]) -> str:

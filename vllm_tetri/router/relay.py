@@ -50,7 +50,7 @@ class Relay:
         self.output = Output(request, entry, http, scheduler)
         self._attempts = Attempts(request, entry, scheduler)
         self._at_limit: set[InstanceId] = set()
-        self._skipped_models: set[str] = set()
+        self._not_stored: set[InstanceId] = set()  # where what it asks for is not
         self._early: asyncio.Task[HttpResponse | None] | None = None
         self._fetching: Fetching | None = None
         self._first: FirstToken | None = None  # from prefill
@@ -65,9 +65,11 @@ class Relay:
             return await self._try_until_served()
         except Refusal as refusal:
             if not self.output.has_begun:
-                if self.output.fallback is not None:
-                    return self.output.fallback
-                raise
+                # What one instance has not stored, one that is full may have.
+                is_full = self._not_stored and isinstance(refusal, NoCapacity)
+                if self.output.fallback is None or is_full:
+                    raise
+                return self.output.fallback
             _log.warning("request %s: %s", self._entry.id, refusal)
             self._entry.on(Event.FAIL)
             return self.output.break_off(refusal)
@@ -101,7 +103,7 @@ class Relay:
             except _NoInstance:
                 raise self._attempts.refusal() from None
             except NotStored as error:
-                self._skipped_models.update(error.models)
+                self._not_stored.add(error.instance)
             may_split = may_split and self._entry.phase is Phase.PREFILLING
             self._drop_transfer()
 
@@ -139,10 +141,9 @@ class Relay:
             route = self._scheduler.placer.place(
                 self._request,
                 may_split=may_split,
-                excluded=excluded | gone,
+                excluded=excluded | gone | self._not_stored,
                 at_limit=frozenset(self._at_limit),
                 is_new=self._entry.phase is Phase.ARRIVED,
-                skipped_models=self._skipped_models,
             )
             if route is None:
                 raise _NoInstance
@@ -283,7 +284,7 @@ class Relay:
         request, prior = self._request, first.prefilled.prior_output
         if request.has_choices or prior is None:
             return
-        is_early = first.is_complete_text and surely_continues(request, prior, instance)
+        is_early = first.text is not None and surely_continues(request, prior, instance)
         self._metrics.first_tokens.labels("early" if is_early else "with_second").inc()
         if is_early:
             self.output.show(first)

@@ -145,7 +145,7 @@ class StreamRecord:
     def begin_with(self, first: FirstToken, created: int) -> None:
         """The client gets the token of a prefill instance first."""
         prior, self._created = first.prefilled.prior_output, created
-        self._said[0].add(_TEXT, first.text)
+        self._said[0].add(_TEXT, first.shown_text)
         self._said[0].token_ids = list(prior.token_ids) if prior is not None else []
         self.prompt_token_ids = first.prefilled.prompt_token_ids
 

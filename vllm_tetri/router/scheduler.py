@@ -151,8 +151,10 @@ class GlobalScheduler:
     async def admit(self, request: ApiRequest) -> ApiRequest:
         """Return a request with the model that serves it; raises `Refusal` if none does, or if it
         is expected to be late or to crash its engine."""
-        if request.rules is None:
-            request = await self._with_model(request)
+        if request.generates:
+            names = await self._ready_models(request.model)
+            if request.rules is None:
+                request = self._with_model(request, names)
             self._refuse_poison_or_late(request)
         return request
 
@@ -260,7 +262,7 @@ class GlobalScheduler:
                 self.moves.on_message(message)
 
     def on_cut_off(self, instance: InstanceId) -> None:
-        """An instance has left the cluster."""
+        """An instance has left the cluster with requests that it did not finish: they fail here."""
         self.upstream.http.fail_requests(instance, "it has left the cluster")
 
     def on_ending(self) -> None:
@@ -275,28 +277,32 @@ class GlobalScheduler:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 
     async def _ready_models(self, wanted: str) -> dict[str, InstanceInfo]:
-        """Return the models that ready instances serve, as `Placer.models` does. While all are
-        silent, as on a host that is short of CPU time, this waits until one is given up."""
+        """Return the models that ready instances serve, as `Placer.models` does. While all that
+        serve the wanted one are silent, as on a host that is short of CPU time, this waits until
+        one is given up."""
         names, has_waited = self.placer.models(wanted), False
-        while not names and any(
-            each.state is InstanceState.SILENT and each.age_s < self._give_up_s
-            for each in self.monitor.view().instances
-        ):
+        while not names or (wanted and wanted not in names):
+            views = self.monitor.view().instances
+            silent = [each for each in views if each.state is InstanceState.SILENT]
+            awaited = [each for each in silent if not names or wanted in each.info.names]
+            if not any(each.age_s < self._give_up_s for each in awaited):
+                break
             await asyncio.sleep(_LOOK_AGAIN_S)
             names, has_waited = self.placer.models(), True
         if has_waited:
             await asyncio.sleep(_LOOK_AGAIN_S)  # the table that places may be older than the view
-        return names
-
-    async def _with_model(self, request: ApiRequest) -> ApiRequest:
-        names = await self._ready_models(request.model)
-        if request.model and request.model not in names:
+        if wanted and names and wanted not in names:
             await self.adapters.look_again()
             names = self.placer.models()
-        if not names:
-            raise Refusal(503, "no instance is ready; try again")
+        return names
+
+    def _with_model(self, request: ApiRequest, names: dict[str, InstanceInfo]) -> ApiRequest:
         if request.model in names:
             return request
+        if not names:
+            raise Refusal(503, "no instance is ready; try again")
+        if any(request.model in each.info.names for each in self.monitor.view().instances):
+            raise Refusal(503, f"no instance of {request.model!r} is ready; try again")
         known = ", ".join(sorted(names))
         if request.model:
             raise Refusal(
@@ -313,7 +319,8 @@ class GlobalScheduler:
     def _refuse_poison_or_late(self, request: ApiRequest) -> None:
         try:
             self.poison.check(request)
-            self.placer.refuse_late(request)
+            if request.rules is None:
+                self.placer.refuse_late(request)
         except Refusal as refusal:
             outcome = "late" if refusal.kind == LATE else "poison"
             now = time.monotonic()

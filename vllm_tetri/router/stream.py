@@ -33,7 +33,7 @@ from vllm_tetri.router.resume import (
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.server import StreamedResponse
 from vllm_tetri.router.table import Entry
-from vllm_tetri.types import InstanceInfo
+from vllm_tetri.types import InstanceId, InstanceInfo
 
 EVENT_STREAM = "text/event-stream"
 # Statuses of proxied responses after which another instance is tried. 501 is final: the model
@@ -50,11 +50,11 @@ _log = logging.getLogger(__name__)
 
 
 class NotStored(Exception):
-    """A stored output is not at this instance; it may be at that of another model."""
+    """A stored output is not at this instance; it may be at one that kept outputs before."""
 
-    def __init__(self, models: tuple[str, ...]) -> None:
+    def __init__(self, instance: InstanceId) -> None:
         super().__init__("the output is not stored here")
-        self.models = models
+        self.instance = instance
 
 
 class Output:
@@ -68,7 +68,7 @@ class Output:
     ) -> None:
         self._request, self._entry, self._http = request, entry, http
         self._upstream, self._placer = scheduler.upstream, scheduler.placer
-        self._metrics = scheduler.metrics
+        self._metrics, self._poison = scheduler.metrics, scheduler.poison
         self._response: StreamedResponse | None = None
         self._is_whole = True  # what was sent ends with a whole event
         self.is_complete = False  # the client was sent the end of its stream
@@ -160,10 +160,13 @@ class Output:
             raise Refusal(404, message)
         headers = headers_without(NOT_RETURNED, response.headers) | self._headers()
         passed = web.Response(body=body, status=status, headers=headers)
-        if request.is_stored and status == 404 and not request.model:
+        is_new = request.path == "/v1/responses" and not request.body.get("previous_response_id")
+        if request.is_stored and status == 404 and not is_new:
             self.fallback = passed
-            raise NotStored(instance.models)
-        if not request.is_stored and status in _SERVER_ERRORS:
+            raise NotStored(instance.id)
+        if status in _SERVER_ERRORS and request.is_stored:
+            self._poison.record_failure(request, instance)
+        elif status in _SERVER_ERRORS:
             self.fallback = passed
             raise InstanceFailed(instance.id, f"HTTP {status}", status=status)
         self._entry.begin_output()

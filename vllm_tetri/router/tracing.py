@@ -43,7 +43,7 @@ class Tracing:
                 case other:
                     raise ConfigError(f"{PROTOCOL} is {other!r}; it may be grpc or http/protobuf")
         except ImportError as error:
-            hint = "pip install 'vllm-tetri[otel]'"
+            hint = "pip install '.[otel]' in the clone"
             raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry: {hint}") from error
         self._span, self._context, self._sampled = trace.ReadableSpan, SpanContext, TraceFlags(1)
         name = os.environ.get("OTEL_SERVICE_NAME", "vllm-tetri-router")

@@ -147,7 +147,8 @@ class Upstream:
             raise self._failure(instance, error) from error
         if is_at_limit_event(chunk):
             raise InstanceAtLimit(instance.id)
-        if chunk.startswith(ERROR_EVENT) and not await self.is_alive(instance):
+        # The other beginning is that of `/v1/messages`.
+        if chunk.startswith((ERROR_EVENT, b"event: error\n")) and not await self.is_alive(instance):
             raise InstanceFailed(instance.id, "its engine crashed")
         return chunk
 
