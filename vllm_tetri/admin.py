@@ -29,6 +29,7 @@ _INSTANCES = "/tetri/v1/instances"
 _DATA = b"data: "
 _TIMEOUT_S = 5.0
 _POLL_S = 0.1
+_SILENT_S = 5.0  # without a report; a busy host is late by less
 _COMMIT_S = 2.0  # time for the instance to learn that its new role is known
 _WIDE = 1000  # columns
 
@@ -200,11 +201,15 @@ def run_flip(options: argparse.Namespace) -> int:
     if not ordered["is_under_way"]:
         print(f"{name} is a {role} instance already")
         return 0
-    heard_s = time.monotonic()
+    heard_s = spoke_s = time.monotonic()
     for row in _progress(options.url, name):
         flip = row["flip"] or {"stage": "", "epoch": -1}
-        if row["state"] == "silent":
-            raise AdminError(f"{name} does not answer any more; see its log")
+        if row["state"] == "silent":  # a report may be late
+            heard_s = time.monotonic()
+            if heard_s - spoke_s > _SILENT_S:
+                raise AdminError(f"{name} does not answer any more; see its log")
+            continue
+        spoke_s = time.monotonic()
         if flip["stage"] in ("draining", "switching"):
             heard_s = time.monotonic()
             continue
@@ -348,7 +353,7 @@ def status_of(content: dict[str, Any]) -> RenderableType:
     lines = ["", "flips:", *(f"  {name} {flip_words(flip)}" for _, name, flip in flips)]
     spared = ", ".join(content["spared"])
     lines = [*(lines if flips else []), *content["apart"], f"flip policy: {content['watcher']}"]
-    lines += [f"compute prompts alone, as load is: {spared}"] if spared else []
+    lines += [f"compute prompts only, at the present load: {spared}"] if spared else []
     return Group(table, Text("\n".join(lines)))
 
 

@@ -94,7 +94,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "name of the hardware; instances with the same name share it and slow each other down",
         "NAME", "host name with cores or GPUs")] = ""
     report_period_s: Annotated[Seconds, _option(
-        "time between two load reports (paper section 3.4)")] = 0.1
+        "time between two load reports (paper section 3.2); routers ask for one every 0.1 s, and "
+        "without that one is sent after six of these times")] = 0.1
 
     # Policies.
     prefill_policy: Annotated[str, _option(
@@ -177,8 +178,12 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 load_policy(kind, getattr(self, name))
             except ConfigError as error:
                 raise ConfigError(f"{option_of(name)}: {error}") from error
+        if not self.control:
+            raise ConfigError("--tetri-control is empty; give the control address of a router")
         for address in self.control:
             require_guarded("--tetri-control", control_host(address), has_secret=has_secret)
+            if address.endswith(":0"):
+                raise ConfigError(f"--tetri-control {address}: no router has the port 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +294,8 @@ def control_host(address: str) -> str:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(f"{address!r} is no control address; write tcp://HOST:PORT")
+    if ":" in host and not (host[0] == "[" and host[-1] == "]"):
+        raise ConfigError(f"{address!r} is no control address; write tcp://[{host}]:{port}")
     return host.strip("[]")
 
 

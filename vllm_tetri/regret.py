@@ -96,15 +96,14 @@ class _Watch:
         while True:
             try:
                 found, words = self._look()
-            except ConfigError as error:  # too little is known yet
+                if options.json != "-":
+                    print(words, flush=True)
+                show(options.json, found)
+            except ConfigError as error:  # too little is known yet, or the disk is full
                 print(f"{error}", flush=True)
             except AdminError as error:  # it may restart, in another mode
                 self._tuner = Tuner()
                 print(f"{error}", flush=True)
-            else:
-                show(options.json, found)
-                if options.json != "-":
-                    print(words, flush=True)
             time.sleep(options.every)
 
     def _look(self) -> tuple[dict[str, Any], str]:

@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from tests.control.channel import (
     monitor,
     states,
 )
+from tests.footprint import footprint
 from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
@@ -44,7 +44,7 @@ async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
             router.members.mark_ready(INFO)
             await eventually(lambda: one.sees() == [("i", "ready")])
             await eventually(lambda: router.view().instances[0].load.running == 1)
-        await eventually(lambda: states(router) == {}, timeout_s=0.25)
+        await eventually(lambda: states(router) == {})
 
 
 async def test_whatever_goes_wrong_in_a_period_there_is_another_one(
@@ -190,7 +190,7 @@ async def test_a_router_that_starts_late_or_again_learns_everything_soon(
     async with joined(address, secret=secret):
         for _ in range(3):
             async with monitor(address, secret=secret) as router:
-                await eventually(lambda router=router: states(router), timeout_s=2.0)
+                await eventually(lambda router=router: states(router))
                 await eventually(lambda router=router: router.view().instances[0].load.running)
 
 
@@ -198,7 +198,7 @@ async def test_a_restarted_process_replaces_the_one_of_the_same_name() -> None:
     side = FakeRouter()
     async with monitor(side=side) as router:
         two_pids = joined(router.address), joined(router.address, info=replace(INFO, pid=2))
-        async with two_pids[0], two_pids[1] as two:
+        async with two_pids[0] as one, two_pids[1] as two:
             await eventually(lambda: {each.pid for each in side.hellos} == {1, 2})
             last = side.hellos[-1].pid
             router.members.mark_ready(replace(INFO, pid=3 - last))
@@ -207,6 +207,18 @@ async def test_a_restarted_process_replaces_the_one_of_the_same_name() -> None:
             assert states(router) == {"i": "starting"}
             assert len(side.hellos) <= known + 2  # the two stop fighting over the name
             assert two.agent.dropped_messages == 0
+            former, latter = {INFO.pid: one, 2: two}, side.hellos[-1].pid
+            await former.pop(latter).close()
+            (left,) = former
+            await eventually(lambda: side.hellos[-1].pid == left)  # the name is free
+            await eventually(lambda: states(router) == {"i": "starting"})
+
+
+async def test_an_address_given_twice_is_one_router() -> None:
+    async with monitor() as router:
+        async with joined(router.address, router.address) as one:
+            await eventually(lambda: one.sees() == [("i", "starting")])
+        await eventually(lambda: "tetri-agent" not in {each.name for each in threading.enumerate()})
 
 
 async def test_a_restarted_process_with_the_same_number_starts_anew(
@@ -241,7 +253,14 @@ async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "no", "tcp://127.0.0.1:65537"],
+    [
+        "tcp://0.0.0.0:1",
+        "tcp://10.0.0.1:1",
+        "ipc:///tmp/x",
+        "no",
+        "tcp://127.0.0.1:65537",
+        "tcp://::1:18555",
+    ],
 )
 def test_only_loopback_addresses_are_accepted(address: str) -> None:
     with pytest.raises(ConfigError):
@@ -269,19 +288,15 @@ def test_publishing_never_waits_even_without_a_router() -> None:
     assert time.monotonic() - started < 2.0
 
 
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 async def test_nothing_is_left_after_close() -> None:
     async with monitor() as router, joined(router.address) as one:
         await eventually(one.sees)  # whatever the first use opens for good is open now
     gc.collect()
-    before = threads(), num_open_files()
+    before = threads(), footprint().files
     async with monitor() as router, joined(router.address) as one:
         await eventually(one.sees)
     await eventually(lambda: threads() <= before[0])
-    await eventually(lambda: num_open_files() <= before[1])
+    await eventually(lambda: footprint().files <= before[1])
 
 
 def threads() -> set[threading.Thread]:

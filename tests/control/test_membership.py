@@ -136,6 +136,17 @@ def test_one_that_ended_unasked_is_only_forgotten() -> None:
     assert not members.left(b"one", Goodbye(InstanceId("one")))
 
 
+def test_a_server_that_ends_unasked_was_not_drained_though_one_of_its_ranks_was() -> None:
+    members = joined()
+    for rank in ("s-dp0", "s-dp1"):
+        members.join(rank.encode(), info(rank, "both"), 0.0)
+    assert members.left(b"s-dp0", Goodbye(InstanceId("s-dp0"), was_asked=True))
+    assert members.left(b"two", Goodbye(InstanceId("two"), was_asked=True))
+    assert members.departed == {"s-dp0": "", "two": ""}
+    assert members.left(b"s-dp1", Goodbye(InstanceId("s-dp1")))
+    assert members.departed == {"two": ""}
+
+
 def test_only_the_newest_departures_are_remembered() -> None:
     members = Membership(SILENT_AFTER_S)
     for number in range(MAX_DEPARTED + 5):

@@ -169,6 +169,13 @@ def test_a_drained_instance_is_not_started_again(fake_up: FakeUp) -> None:
     assert "decode-0: ended (exit status 0)" in output
 
 
+def test_a_server_of_which_one_rank_was_drained_is_started_again(fake_up: FakeUp) -> None:
+    fake_up.ready()
+    (fake_up.folder / "decode-0-dp0.departed").touch()
+    os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGUSR1)
+    until(lambda: len(fake_up.starts("decode-0")) == 2, "it was started again")
+
+
 @pytest.mark.parametrize(("placement", "is_shared"), [("own-cores", False), ("shared-cores", True)])
 def test_instances_have_own_cores_or_share_all(
     fake_up: FakeUp, placement: str, is_shared: bool

@@ -44,6 +44,15 @@ def test_systems_are_rows_over_the_same_requests(capsys: pytest.CaptureFixture[s
     assert [row[9] for row in found] == ["100%", "0%", "0%"]
 
 
+def test_a_file_that_cannot_be_written_costs_no_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sim", *FEW, "--json", str(tmp_path / "missing" / "found.json")]) == 2
+    shown = capsys.readouterr()
+    assert "P+1D" in shown.out
+    assert "No such file" in shown.err
+
+
 def test_json_holds_what_the_table_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

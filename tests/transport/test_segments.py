@@ -12,8 +12,9 @@ from vllm_tetri.transport.segments import ArenaSize, abandoned_segments, arena_b
 
 
 def test_only_the_unlocked_segment_is_removed(tmp_path: Path) -> None:
-    owned, abandoned, foreign = (tmp_path / name for name in ("tetri-a", "tetri-b", "other"))
-    for path in (owned, abandoned, foreign):
+    owned, abandoned = (tmp_path / f"tetri-{digit * 32}" for digit in "ab")
+    foreign = [tmp_path / name for name in ("other", "tetri-cluster.secret", f"tetri-{'c' * 33}")]
+    for path in (owned, abandoned, *foreign):
         path.touch()
     with owned.open() as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
@@ -22,7 +23,7 @@ def test_only_the_unlocked_segment_is_removed(tmp_path: Path) -> None:
         assert abandoned_segments(tmp_path, remove=True) == [abandoned]
 
     assert owned.exists()
-    assert foreign.exists()
+    assert all(path.exists() for path in foreign)
     assert not abandoned.exists()
 
 

@@ -166,7 +166,7 @@ class Agent:
             is_drained = self._verdict is not Verdict.STAY
             cut_off = self._read_unfinished(Role.BOTH) if self._verdict is Verdict.CUT_OFF else ""
             if is_drained:
-                _log.info("%s leaves the cluster; cut off: %s", self._info.id, cut_off or "nothing")
+                _log.info("%s leaves the cluster; unfinished: %s", self._info.id, cut_off or "none")
             self._send_all(
                 messages.Goodbye(self._info.id, is_drained and self._was_ordered, cut_off)
             )

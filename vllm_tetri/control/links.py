@@ -80,7 +80,7 @@ class RouterLinks:
         self.poller, self._curve = zmq.Poller(), curve
         self._links: dict[str, RouterLink] = {}
         self._names = tuple(each for each in addresses if _is_name(control_host(each)))
-        self._fixed = tuple(each for each in addresses if each not in self._names)
+        self._fixed = tuple(dict.fromkeys(each for each in addresses if each not in self._names))
         self._wanted = self._fixed  # replaced by the thread
         self._stop = threading.Event()
 

@@ -22,6 +22,7 @@ from vllm_tetri.types import (
     InstanceState,
     InstanceView,
     Role,
+    server_name,
 )
 
 MAX_INSTANCES = 1024
@@ -95,7 +96,7 @@ class Membership:
         self._members: dict[InstanceId, _Member] = {}
         self.names: dict[bytes, InstanceId] = {}  # by sender
         # Senders whose name another process took.
-        self.replaced: FIFOCache[bytes, None] = FIFOCache(MAX_INSTANCES)
+        self._replaced: FIFOCache[bytes, InstanceId] = FIFOCache(MAX_INSTANCES)
         self.departed: FIFOCache[InstanceId, str] = FIFOCache(MAX_DEPARTED)
         self.is_mixed, self.roster = False, 0
 
@@ -117,11 +118,11 @@ class Membership:
                 member.sender, member.heard_s = sender, now
             elif known.sender != sender:
                 replaced = known.sender
-                self.replaced[replaced] = None
+                self._replaced[replaced] = info.id
         self._members[info.id], self.names[sender] = member, info.id
         self.roster += 1
         self.departed.pop(info.id, None)
-        self.replaced.pop(sender, None)
+        self._replaced.pop(sender, None)
         return replaced
 
     def report(self, sender: bytes, report: LoadReport, now: float) -> Reported:
@@ -183,6 +184,10 @@ class Membership:
         self.roster += 1
         return True
 
+    def may_join(self, sender: bytes) -> bool:
+        """Whether no member is another process with the name of this sender."""
+        return self._replaced.get(sender) not in self._members
+
     def left(self, sender: bytes, message: Goodbye) -> bool:
         """Remove an instance that ends in good order; False if the sender is not that member."""
         if self.names.get(sender) != message.instance:
@@ -190,6 +195,10 @@ class Membership:
         self._remove(message.instance)
         if message.was_asked:
             self.departed[message.instance] = message.cut_off
+            return True
+        server = server_name(message.instance)  # which was not drained, whatever its other ranks
+        for rank in [each for each in self.departed if server_name(each) == server]:
+            del self.departed[rank]
         return True
 
     def _remove(self, instance: InstanceId) -> None:

@@ -240,7 +240,7 @@ class Monitor:
                 self._on_flipped(sender, message)
             case messages.Goodbye(instance=instance, cut_off=cut_off):
                 if self.members.left(sender, message):
-                    _log.info("%s has left; cut off: %s", instance, cut_off or "nothing")
+                    _log.info("%s has left; unfinished: %s", instance, cut_off or "none")
                     if cut_off:
                         self._router.on_cut_off(instance)
             case _ if (known := self.members.names.get(sender)) is not None:
@@ -300,7 +300,7 @@ class Monitor:
         self._send(sender, messages.RoleCommitted(message.epoch, time.monotonic()))
 
     def _ask_for_hello(self, sender: bytes) -> None:
-        if sender not in self.members.replaced:
+        if self.members.may_join(sender):
             self._send(sender, messages.WhoAreYou(self._name))
 
     def _send(self, sender: bytes, message: messages.ToInstance | bytes) -> bool:

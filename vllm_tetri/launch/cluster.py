@@ -85,9 +85,13 @@ class KeptCluster:
             return await self._watch(session)
 
     async def was_drained(self, name: str) -> bool:
-        """Whether any router has been told to drain an instance."""
+        """Whether any router has been told to drain all of an instance."""
         lists = [await router.get_json(_INSTANCES) for router in self._routers]
-        return any(name in map(server_name, each.get("departed", ())) for each in lists)
+        return any(
+            name in map(server_name, each.get("departed", ()))
+            and name not in {server_name(row["id"]) for row in each["instances"]}
+            for each in lists
+        )
 
     @property
     def _keepers(self) -> list[Keeper]:
@@ -103,9 +107,7 @@ class KeptCluster:
             async with asyncio.TaskGroup() as group:
                 for keeper in self._keepers:
                     self._begin(group, keeper.run())
-                self._begin(group, self._announce())
-                if self._plan.spares:
-                    self._begin(group, self._scale(group, session))
+                self._begin(group, self._scale(group, session))
                 await self._stop.wait()
                 for task in list(self._work):
                     task.cancel()
@@ -123,9 +125,10 @@ class KeptCluster:
         task.add_done_callback(self._work.discard)
 
     async def _scale(self, group: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
-        """Start and drain instances, one at a time, as the watcher of a router asks."""
+        """When all is ready, start and drain instances, one by one, as a router's watcher asks."""
+        await self._announce()
         asked: dict[str, Any] = {}
-        while True:
+        while self._plan.spares:
             await asyncio.sleep(_SCALE_PERIOD_S)
             # The first response may be older than the newest instance.
             before, asked = asked, await self._asked()
@@ -170,10 +173,8 @@ class KeptCluster:
 
     async def _announce(self) -> None:
         """Say that all is ready, as soon as every router can use every instance."""
-        await asyncio.gather(*(keeper.ready.wait() for keeper in self._keepers))
-        deadline = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S
         for router in self._routers:
-            await self._until_joined(router, deadline)
+            await self._until_joined(router)
         first, at = self._routers[0], [f"{each.url}/v1" for each in self._routers]
         models = (await first.get_json("/v1/models")).get("data") or [{}]
         model = models[0].get("id") or self.options.model
@@ -192,24 +193,22 @@ class KeptCluster:
         self.display.show_from(logging.WARNING)
         self.display.say("\n".join([*lines, "Ctrl-C stops everything"]))
 
-    async def _until_joined(self, router: Keeper, deadline: float) -> None:
-        """Wait until a router counts every instance as ready."""
-        wanted = self._here
-        states: dict[str, str] = {}
-        loop = asyncio.get_running_loop()
-        while loop.time() < deadline:
+    async def _until_joined(self, router: Keeper) -> None:
+        """Wait for a router to use every instance; restarting one begins the time for it again."""
+        states, loop, deadline = dict[str, str](), asyncio.get_running_loop(), 0.0
+        while not deadline or loop.time() < deadline:
+            if not (deadline and all(each.ready.is_set() for each in self._keepers)):
+                await asyncio.gather(*(each.ready.wait() for each in self._keepers))
+                deadline = loop.time() + JOIN_TIMEOUT_S
             rows = (await router.get_json(_INSTANCES)).get("instances", ())
-            # Ranks of a data-parallel server are ready together.
-            states = {}
-            for row in rows:
-                name = server_name(row["id"])
-                if states.get(name, "ready") == "ready":
-                    states[name] = row["state"]
-            if all(states.get(name) == "ready" for name in wanted):
+            states = {}  # ranks of a data-parallel server are ready together
+            for row in sorted(rows, key=lambda row: bool(row["state"] == "ready")):
+                states.setdefault(server_name(row["id"]), row["state"])
+            if all(states.get(name) == "ready" for name in self._here):
                 return
             await asyncio.sleep(_JOIN_PERIOD_S)
-        found = {name: states.get(name, "unknown") for name in sorted(wanted)}
-        missing = [f"{name} is {state}" for name, state in found.items() if state != "ready"]
+        found = ((name, states.get(name, "unknown")) for name in sorted(self._here))
+        missing = [f"{name} is {state}" for name, state in found if state != "ready"]
         raise LaunchError(f"{router.spec.name} cannot use every instance: {', '.join(missing)}")
 
     def _write_ready_file(self, path: Path, model: str) -> None:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", help="model name or folder, as for vllm serve")
     add("--on", default=LOCAL, metavar="local|ray|ADDRESS",
         help="where instances run: on this machine, or on the nodes of a Ray cluster (needs "
-        "`pip install 'vllm-tetri[ray]'`): ray is the running one or a new one on this machine, "
+        "pip install '.[ray]' in the clone): ray is the running one or a new one on this machine, "
         "an address is HOST:PORT or ray://HOST:PORT; routers run here (default: %(default)s)")
     add("--cpus-each", type=count, metavar="N",
         help="CPUs that an instance takes of a Ray node (default: one per worker)")
@@ -141,7 +141,7 @@ def _nodes(options: argparse.Namespace, serve: ServeOptions) -> Iterator[tuple[N
         from vllm_tetri.launch.nodes import RayNodes
     except ImportError as error:
         raise ConfigError(
-            f"--on {options.on} needs Ray: pip install 'vllm-tetri[ray]' ({error})"
+            f"--on {options.on} needs Ray: pip install '.[ray]' in the clone ({error})"
         ) from error
     cpus_each, room_s = options.cpus_each or serve.num_workers, options.start_timeout
     nodes = RayNodes(options.on, serve.num_workers, cpus_each, room_s, options.secret_file)

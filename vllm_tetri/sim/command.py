@@ -290,21 +290,21 @@ def compare(options: argparse.Namespace, systems: Sequence[System]) -> int:
 
 
 def show(json_target: str | None, found: dict[str, Any], *shown: Table | str) -> None:
-    """Write results for `--json`, and print them unless that did; raises ConfigError if the file
-    cannot be written."""
+    """Print results, or write them to the standard output as `--json -` wants them; then write them
+    to the file of `--json`. Raises ConfigError if that cannot be written."""
     text = json.dumps(found, indent=2, allow_nan=False) + "\n"
     if json_target == "-":
         print(text, end="", flush=True)
         return
+    console = Console()
+    console = console if console.is_terminal else Console(width=_FILE_COLUMNS)
+    for each in shown:
+        console.print(each, highlight=False, markup=False)
     try:
         if json_target is not None:
             Path(json_target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {json_target}: {error.strerror}") from error
-    console = Console()
-    console = console if console.is_terminal else Console(width=_FILE_COLUMNS)
-    for each in shown:
-        console.print(each, highlight=False, markup=False)
 
 
 def empty_table(titles: Iterable[str], **more: Any) -> Table:

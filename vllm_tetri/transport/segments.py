@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "tetri-"
+_NAME = re.compile(r"tetri-[0-9a-f]{32}")  # as the core makes them
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # An arena holds two prompts of the longest kind, so that one arrives while another waits for its
 # decode instance; with short windows as much as lets many prompts wait.
@@ -90,7 +91,7 @@ def require_memory(
 def abandoned_segments(folder: Path = SHARED_MEMORY, *, remove: bool = False) -> list[Path]:
     """Find arenas of this user that no process owns any more, and remove them if wanted."""
     found = []
-    for path in sorted(folder.glob(PREFIX + "*")):
+    for path in sorted(each for each in folder.glob("tetri-*") if _NAME.fullmatch(each.name)):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             if path.lstat().st_uid != os.geteuid():
                 continue
