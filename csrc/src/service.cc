@@ -17,7 +17,7 @@ constexpr uint64_t kListener = 0;
 constexpr uint64_t kWake = 1;
 constexpr int kAcceptsPerTurn = 32;
 constexpr auto kAcceptPause = std::chrono::seconds(1);
-constexpr size_t kMaxUnauthenticated = 64;
+constexpr size_t kMaxUnauthenticated = 256;  // dials of 9 instances with 8 ranks, and streams
 
 void control_epoll(int epoll, int operation, int fd, uint32_t events, uint64_t id) {
   epoll_event event{};

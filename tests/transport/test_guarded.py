@@ -145,10 +145,21 @@ def test_a_peer_that_waits_before_it_has_said_who_it_is_is_closed(tcp: Backend, 
 
 def test_unauthenticated_peers_are_bounded_and_never_displace_a_peer(core: Backend) -> None:
     receiver = core.receiver(key=KEY, max_connections=8)
-    rogues = [Rogue(receiver.endpoint) for _ in range(150)]
+    rogues = [Rogue(receiver.endpoint) for _ in range(300)]
     core.still_works(receiver, key=KEY)
-    assert receiver.stats().connections <= 64 + 8
+    assert receiver.stats().connections <= 256 + 8
     for each in rogues:
+        each.socket.close()
+    eventually(lambda: receiver.stats().connections == 0)
+
+
+def test_peers_that_come_at_once_do_not_displace_each_other(tcp: Backend) -> None:
+    receiver = tcp.receiver(key=KEY, max_connections=128)
+    peers = [Prover(receiver.endpoint) for _ in range(100)]
+    for each in peers:
+        each.prove(KEY)
+    eventually(lambda: receiver.stats().connections == 100)
+    for each in peers:
         each.socket.close()
     eventually(lambda: receiver.stats().connections == 0)
 

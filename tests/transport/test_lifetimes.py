@@ -59,7 +59,7 @@ def test_cancel_from_another_thread_while_large_writes_run(core: Backend) -> Non
         transfer.write(cache.layout, 0, ids)
         time.sleep(0.001 * index)
         transfer.cancel()
-        eventually(lambda transfer=transfer: transfer.quiesced, 2.0)
+        eventually(lambda transfer=transfer: transfer.quiesced)
     eventually(lambda: empty(receiver))
     core.pushed(sender, receiver, "good", cache, ids)
     assert core.arrived(receiver, "good", cache) == cache.bytes_of(ids)
@@ -133,11 +133,10 @@ def test_filling_without_progress_ends(core: Backend) -> None:
     fails(transfer, Status.TIMEOUT)
     eventually(lambda: empty(receiver))
     assert receiver.stats().expired == 1
-    eventually(lambda: receiver.find("t") is None or receiver.find("t").state == SlotState.FAILED)
 
 
 def test_filling_with_progress_goes_on(core: Backend) -> None:
-    receiver, sender, cache = core.ends(fill_timeout_s=0.4)
+    receiver, sender, cache = core.ends(fill_timeout_s=1.0)
     transfer = sender.open(receiver.endpoint, "t", 12, cache.layout.block_bytes)
     for block in range(12):
         assert transfer.write(cache.layout, block, np.array([block], np.int32)) == Status.OK
@@ -224,7 +223,7 @@ def test_receiver_closes_with_work_in_flight(core: Backend) -> None:
     assert receiver.take("t") is None
     receiver.cancel("t")
     receiver.release("t")
-    assert receiver.wait(0.0) in (True, False)
+    receiver.wait(0.0)
 
 
 def test_close_wakes_those_who_wait(core: Backend) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.eventually import eventually
+from tests.footprint import footprint
 from tests.transport.children import child, receiving, stop
 from tests.transport.conftest import IDENTITY, Backend, empty, ended, fails
 from vllm_tetri.transport.native import SlotState, Status, TransferState
@@ -20,7 +21,7 @@ def test_a_killed_sender_frees_its_slot_at_once(core: Backend) -> None:
     with child(receiver.endpoint, core.link) as process:
         assert receiver.find("child").state == SlotState.FILLING
         process.kill()
-        eventually(lambda: empty(receiver), 2.0)
+        eventually(lambda: empty(receiver))
     slot = receiver.find("child")
     assert slot.state == SlotState.FAILED
     assert "went away" in slot.error
@@ -78,9 +79,6 @@ def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
 
 
 def test_nothing_is_left_after_close(core: Backend) -> None:
-    def footprint() -> list[int]:
-        return [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
-
     cache, segments = core.cache(seed=1), []
     before = footprint()
     for index in range(5):
@@ -92,7 +90,7 @@ def test_nothing_is_left_after_close(core: Backend) -> None:
         (sender if index % 2 else receiver).close()
         (receiver if index % 2 else sender).close()
     core.closing.clear()
-    eventually(lambda: footprint() == before)
+    eventually(lambda: footprint().fits(before))
     assert not [path for path in segments if path.exists()]
 
 

@@ -353,8 +353,14 @@ class NcclReceiver:
 
     def _accept(self) -> None:
         while not self._is_closing:
-            with suppress(OSError, RuntimeError):  # none comes, or the device fails
+            try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:  # none comes
+                continue
+            except OSError:  # no descriptor is left, and it waits
+                time.sleep(IDLE_S)
+                continue
+            with suppress(OSError, RuntimeError):  # it is gone, or the device fails
                 self._pairs = [each for each in self._pairs if each.is_alive()]
                 opening = [each for each in self._pairs if not (each.is_open or each.stop)]
                 if len(opening) >= MOST_OPENING:

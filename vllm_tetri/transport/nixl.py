@@ -255,6 +255,8 @@ class NixlPending:
         is over."""
         if self._handle is None and self._after is not None and not self._after.query():
             return False
+        if self._handle is None and not self._peer.is_connected:  # nor could it be ended then
+            raise self._failed("its connection was given up")
         try:
             if self._handle is None:
                 self._handle = self._wire.start(self._peer, self._order)
