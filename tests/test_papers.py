@@ -94,13 +94,6 @@ def test_every_mechanism_stands_once() -> None:
         assert len(names) == len(set(names)), system["name"]
 
 
-def test_the_numbers_at_the_top_add_up() -> None:
-    rows = re.findall(r"^\| ([\w ]+) \| .* \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
-    counts = {name: int(number) for name, number in rows}
-    assert counts.pop("all") == sum(counts.values()) == len(ROWS)
-    assert counts == {state: sum(row["state"] == state for row in ROWS) for state in STATES}
-
-
 def test_every_option_that_a_row_names_exists() -> None:
     named = {flag for row in ROWS for flag in re.findall(r"--[a-z-]+", row.get("note", ""))}
     assert named - flags() == set()

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from typing import Any
 
 import pytest
@@ -113,10 +112,8 @@ async def test_it_waits_for_a_router_that_ends() -> None:
         async with cluster(both("name-of-it")) as made:
             terminal = Terminal(made.url)
             await eventually(lambda: b"name-of-it" in terminal.read(), 30)
-        ended_s = time.monotonic()
-        await eventually(lambda: b"no router answers" in terminal.read(), 30)
+        await eventually(lambda: b"no router answers" in terminal.read(), 20)
         assert terminal.child.poll() is None
-        assert time.monotonic() - ended_s < 20
     finally:
         if terminal is not None:
             terminal.close()

@@ -216,14 +216,12 @@ class Stream(asyncio.Protocol):
 
     Attributes:
         event_s: Monotonic times of the events of the newest response.
-        num_reads: How many reads they came in.
     """
 
     def __init__(
         self, pulse: _Pulse, *, keep_body: bool = False, marks: _Marks | None = None
     ) -> None:
         self.event_s: list[float] = []
-        self.num_reads = 0
         self._pulse = pulse
         self._marks = {} if marks is None else marks
         self._keep_body = keep_body
@@ -267,7 +265,7 @@ class Stream(asyncio.Protocol):
         self._head = self._tail = b""
         self._body = bytearray()
         self._num_tokens = self._status = 0
-        self.event_s, self.num_reads = [], 0
+        self.event_s = []
 
     def close(self) -> None:
         """Close the connection, whatever is under way."""
@@ -322,7 +320,6 @@ class Stream(asyncio.Protocol):
         # Count what follows the last counted event, or what may be a part of one.
         if count := text.count(_EVENT, max(0, len(self._tail) - len(_EVENT) + 1)):
             self.event_s += [now] * count
-            self.num_reads += 1
             for tokens in [each for each in self._marks if each <= len(self.event_s)]:
                 self._marks.pop(tokens).set_result(now)
             if _ERROR in text:

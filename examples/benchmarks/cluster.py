@@ -54,6 +54,7 @@ class System:
 VLLM_ROUTER = str(Path(sys.executable).with_name("vllm-router"))  # of the extra `bench`
 _BOTH = "--mode", "adaptive", "--both", "1"
 _1P2D = "--mode", "split", "--prefill", "1", "--decode", "2"
+_2P1D = "--mode", "split", "--prefill", "2", "--decode", "1"
 SYSTEMS = {
     "stock": System(),
     "stock-128": System(serve=("--max-num-batched-tokens", "128")),
@@ -84,13 +85,9 @@ SYSTEMS = {
     "paper-oracle": System(
         3, up=_1P2D, serve=("--tetri-preset", "paper", "--tetri-predictor", "oracle")
     ),
-    "split-2p1d": System(3, up=("--mode", "split", "--prefill", "2", "--decode", "1")),
+    "split-2p1d": System(3, up=_2P1D),
     # As it was before instances told what they have cached: nothing is found again.
-    "split-2p1d-uncached": System(
-        engines=3,
-        up=("--mode", "split", "--prefill", "2", "--decode", "1"),
-        serve=("--no-enable-prefix-caching",),
-    ),
+    "split-2p1d-uncached": System(3, up=_2P1D, serve=("--no-enable-prefix-caching",)),
     "adaptive-2p1d": System(3, up=("--mode", "adaptive", "--prefill", "2", "--decode", "1")),
     "adaptive-2": System(2, up=("--mode", "adaptive", "--both", "2")),
     "adaptive-3": System(3, up=("--mode", "adaptive", "--both", "3")),

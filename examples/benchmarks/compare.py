@@ -307,8 +307,9 @@ def run_variant(
         if experiment.in_rounds:
             yield from play_rounds(play, experiment, options, variant.only, key)
             return
+        warm_up = experiment.loads(options, Random(f"{options.seed} {repeat} warm-up"))
+        play(next(iter(warm_up.values()))[:8])  # prompts that no cache finds again
         loads = experiment.loads(options, Random(f"{options.seed} {repeat}"))
-        play(next(iter(loads.values()))[:8])
         for load, requests in loads.items():
             yield shown({"load": load, **key, **play(requests)})
 

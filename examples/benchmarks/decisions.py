@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -205,21 +206,14 @@ def main() -> None:
     gc.disable()
     for size in SIZES:
         cases: dict[tuple[str, str], Callable[[], list[float]]] = {
-            ("dispatch", name): lambda name=name, size=size: dispatches(  # type: ignore[misc]
-                size, name, count, options.policy, options.seed
-            )
+            ("dispatch", name): partial(dispatches, size, name, count, options.policy, options.seed)
             for name in CLUSTERS
         }
         for mode in (Mode.SPLIT, Mode.ADAPTIVE):
-            cases["placement", f"{mode}, two hold a part"] = lambda mode=mode, size=size: (
-                placements(  # type: ignore[misc]
-                    size, mode, count, options.seed
-                )
-            )
-        cases["naming", "a chat of 9 KB"] = lambda: namings(count)
-        cases["once per view", ""] = lambda size=size: tables(  # type: ignore[misc]
-            size, count // 20 + 1, options.seed
-        )
+            run_one = partial(placements, size, mode, count, options.seed)
+            cases["placement", f"{mode}, two hold a part"] = run_one
+        cases["naming", "a chat of 9 KB"] = partial(namings, count)
+        cases["once per view", ""] = partial(tables, size, count // 20 + 1, options.seed)
         for (decision, case), run in cases.items():
             times = np.min([run() for _ in range(options.repeats)], axis=0)
             figures = {"median_us": np.median(times), "p99_us": np.quantile(times, 0.99)}

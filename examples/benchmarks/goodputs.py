@@ -37,15 +37,6 @@ def strict(engine: EngineConfig, kind: str) -> Objective:
     return Objective(STRICT[0] * fmean(times), STRICT[1] * fmean(paces))
 
 
-def promised(slo: Objective) -> type[AdaptiveMode]:
-    """Return mode adaptive with promises."""
-
-    class Promised(AdaptiveMode):
-        objective = slo
-
-    return Promised
-
-
 def goodput(config: ClusterConfig, demand: Demand, slo: Objective, guess: float) -> float:
     """Return requests per second."""
 
@@ -74,7 +65,9 @@ def main() -> None:
             guess = at_once_per_s(engine, kind, options.num_prompts) / 2
             demand = Demand(kind, accuracy=ACCURACY, least_requests=options.num_prompts)
             ways = clusters(engine)
-            ways["adaptive, promised"] = replace(ways[USUAL], mode=promised(slo))
+            ways["adaptive, promised"] = replace(
+                ways[USUAL], mode=type("Promised", (AdaptiveMode,), {"objective": slo})
+            )
             for way, config in ways.items():
                 if "chunks of" in way:
                     continue  # of one size

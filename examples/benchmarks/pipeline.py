@@ -36,7 +36,7 @@ from examples.benchmarks.rivals.engines import (
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import ENGINES, Outcome, run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, EngineKind, Stock, make_instances
-from vllm_tetri.sim.cost.hardware import GPUS, MODELS, Model, kv_tokens, roofline
+from vllm_tetri.sim.cost.hardware import GPUS, MODELS, OVERHEAD_S, Model, kv_tokens, roofline
 from vllm_tetri.sim.cost.step_cost import Roofline
 from vllm_tetri.sim.engine.instance import Share
 from vllm_tetri.sim.engine.stock import StockInstance
@@ -146,14 +146,13 @@ def cluster(
     link: float = ETHERNET,
     kind: type[Stages] = Stages,
 ) -> tuple[ClusterConfig, Stages]:
-    """Return as many schedulers as stages, on devices that they share, and what is counted."""
-    part = replace(model, layers=model.layers // stages)
+    """Return as many schedulers as stages, on devices that they share, and what is counted. Stages
+    take the same time each: they share the output layer and the fixed cost of a step as well."""
+    part = replace(model, layers=model.layers // stages, vocabulary=model.vocabulary // stages)
     cost = roofline(part, DEVICE, parallel)
-    passed = kind(
-        **{name: getattr(cost, name) for name in Roofline.__slots__},
-        free_s=[0.0] * stages,
-        send_s=model.hidden * 2 / link,
-    )
+    costs = {name: getattr(cost, name) for name in Roofline.__slots__}
+    costs["overhead_s"] -= OVERHEAD_S * (1 - 1 / stages)
+    passed = kind(**costs, free_s=[0.0] * stages, send_s=model.hidden * 2 / link)
     blocks = kv_tokens(part, DEVICE, parallel) // EngineConfig().block_size // stages
     engine = EngineConfig(cost=passed, kv_blocks=blocks, kind=KINDS[system])
     return ClusterConfig(

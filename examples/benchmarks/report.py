@@ -23,10 +23,12 @@ import pandas as pd
 
 from examples.benchmarks import interference
 from examples.benchmarks.figures import interval
+from examples.benchmarks.handover import OVER
 from examples.predictor.head import scores
 from examples.predictor.worth import PREDICTORS
 
 RESULTS = Path(__file__).parent / "results"
+_MOST_OTHERS_PERCENT = 5.0
 DOCS = Path(__file__).parents[2] / "docs"
 SYSTEMS = {
     "stock": "stock",
@@ -34,14 +36,25 @@ SYSTEMS = {
     "stock-256": "stock, budget 256",
     "replicas": "2 replicas, vllm-router",
     "split": "split",
-    "both": "one `both` instance",
+    "both": "one `both` instance, chunks of 256",
 }
-WITH_ROUTERS = {
+TODAY = {
     "stock": "stock",
     "replicas-1": "stock behind vllm-router",
+    "stock-128": "stock, budget 128",
     "stock-256": "stock, budget 256",
-    "role": "`--role both`, no router",
+    "split": "split",
     "both": "one `both` instance and its router",
+}
+_HEADLINE = (
+    "2 CPU cores, long prompts, short outputs (conditions in "
+    "[docs/benchmarks.md](docs/benchmarks.md))"
+)
+HEADLINE = {
+    "stock": "stock vLLM, default",
+    "stock-256": "stock vLLM, token budget tuned by hand",
+    "both": "vllm-tetri, one `both` instance (default), untuned",
+    "split": "vllm-tetri, hard split",
 }
 FOUR_DEVICES = {
     "replicas-4": "4 replicas, vllm-router",
@@ -149,12 +162,19 @@ def table(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / f"{name}.csv.gz")
 
 
+def undisturbed(cells: pd.DataFrame) -> pd.DataFrame:
+    """Leave out, for all systems, repeats of a class beside one of which others used more than 5 %
+    of the cores."""
+    most = cells.groupby(["name", "repeat"])["others_percent"].transform("max")
+    return cells[most <= _MOST_OTHERS_PERCENT]
+
+
 def five_classes(name: str = "", systems: Mapping[str, str] = SYSTEMS) -> str:
     """Mean TTFT, ITL p99, mean JCT and requests a second in time (strict); the best in bold. With a
     name, of the cells in that file."""
     columns = ["ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "in_time_strict_per_s"]
     if name:
-        _, cells = load(RESULTS / name)
+        cells = undisturbed(load(RESULTS / name)[1])
         cells = cells.assign(jct_mean_s=cells["jct_mean_ms"] / 1000, **{"class": cells["name"]})
         cells = cells.groupby(["class", "system"], as_index=False)[columns].mean()
     else:
@@ -171,6 +191,27 @@ def five_classes(name: str = "", systems: Mapping[str, str] = SYSTEMS) -> str:
                 shown = pattern.format(value)
                 parts.append(f"**{shown}**" if value == best else shown)
             row[name] = " · ".join(parts)
+        rows.append(row)
+    return markdown(rows)
+
+
+def headline() -> str:
+    """ITL p99, mean TTFT and mean JCT with long prompts and short outputs, for the README."""
+    cells = undisturbed(load(RESULTS / "classes-caches.jsonl.gz")[1]).query("name == 'hpld'")
+    means = cells.groupby("system").mean(numeric_only=True)
+    columns = {
+        "ITL p99": "itl_p99_ms",
+        "mean TTFT": "ttft_mean_ms",
+        "mean completion": "jct_mean_ms",
+    }
+    rows = []
+    for system, title in HEADLINE.items():
+        row = {_HEADLINE: title}
+        for name, column in columns.items():
+            is_best = means.loc[system, column] == means.loc[[*HEADLINE], column].min()
+            value = means.loc[system, column]
+            shown = f"{value:.0f} ms" if value < 1000 else f"{value / 1000:.2f} s"
+            row[name] = f"**{shown}**" if is_best else shown
         rows.append(row)
     return markdown(rows)
 
@@ -352,14 +393,33 @@ def caches() -> str:
     return markdown(rows)
 
 
-def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
+def as_kept(name: str) -> str:
     """Return a table whose cells are kept as they were published."""
+    cells = pd.read_csv(RESULTS / f"{name}.csv.gz", dtype=str, keep_default_na=False)
+    return markdown(cells.to_dict("records"))
 
-    def derive() -> str:
-        cells = pd.read_csv(RESULTS / f"{name}.csv.gz", dtype=str, keep_default_na=False)
-        return markdown(cells[list(columns) or list(cells)].to_dict("records"))
 
-    return derive
+def handovers() -> str:
+    """Mean TTFT of both stock servers and of a pair, how much later the pair's is, prompt by
+    prompt, and how much longer its second token takes than a usual step."""
+    _, cells = load(RESULTS / "handover.jsonl.gz")
+    titles, rows = {"stock": "stock", "stock, our chunk": "stock, budget 256"}, []
+    for length, group in cells.groupby("prompt"):
+        of = dict(list(group.groupby("system")))
+        row = {"prompt": f"{length:,}"}
+        for name, title in titles.items():
+            row[title] = f"{of[name]['ttft_ms'].mean():.0f}"
+        row["ours"] = f"{of['ours']['ttft_ms'].mean():.0f}"
+        for name, title in titles.items():
+            row[f"ours − {title}"] = _with_interval(of["ours"][OVER[name]])
+        beyond = of["ours"]["second_beyond_step_ms"]
+        row["second token: mean (median)"] = f"{_with_interval(beyond)} ({beyond.median():.1f})"
+        rows.append(row)
+    return markdown(rows)
+
+
+def _with_interval(values: pd.Series) -> str:
+    return f"{values.mean():.1f} ± {interval(list(values)):.1f}"
 
 
 def length_head() -> str:
@@ -511,20 +571,20 @@ def _place(name: str) -> tuple[str, list[int], str]:
 
 
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
+    "README": ("../README.md", headline),
     "Five classes on two cores": ("benchmarks.md", five_classes),
-    "Five classes again": ("benchmarks.md", partial(five_classes, "classes-caches.jsonl.gz")),
-    "Five classes with and without routers": (
+    "Five classes again": (
         "benchmarks.md",
-        partial(five_classes, "classes-routers.jsonl.gz", WITH_ROUTERS),
+        partial(five_classes, "classes-caches.jsonl.gz", TODAY),
     ),
     "Four modelled devices": ("benchmarks.md", four_devices),
-    "First token and hand-over": ("benchmarks.md", as_kept("handover")),
+    "First token and hand-over": ("benchmarks.md", handovers),
     "Router": ("benchmarks.md", routers),
     "KV transport": ("benchmarks.md", transfers),
     "Conversations": ("benchmarks.md", conversations),
     "Conversations, SmolLM2": ("benchmarks.md", partial(conversations, "turns-smollm2.jsonl.gz")),
     "Prompts and decodes beside others": ("benchmarks.md", beside_others),
-    "Cost of being there": ("benchmarks.md", as_kept("idle")),
+    "Cost of being there": ("benchmarks.md", partial(as_kept, "idle")),
     "Prefix caches of a cluster": ("benchmarks.md", caches),
     "Which mode": ("modes.md", modes),
     "Several routers": ("simulator.md", several_routers),
@@ -533,7 +593,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Goodput, 8B": ("simulator.md", partial(goodputs, "roofline:llama-3-8b:h100")),
     "Goodput, OPT-13B": ("simulator.md", partial(goodputs, "opt-13b-2xv100")),
     "What decisions cost": ("policies.md", decisions),
-    "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
+    "Accuracy of the predictor": ("predictor.md", partial(as_kept, "predictor")),
     "The length head": ("predictor.md", length_head),
     "What lengths are worth": ("predictor.md", worth),
     "What lengths are worth to engines": ("predictor.md", lengths_on_engines),

@@ -111,7 +111,7 @@ def load(folder: Path, *, num_threads: int = 1) -> Artefact:
         from transformers.utils import logging
     except ImportError as error:
         raise UnsupportedError(
-            "a predictor needs torch and transformers: pip install 'vllm-tetri[predictor]'"
+            "a predictor needs torch and transformers: pip install '.[predictor]' in the clone"
         ) from error
     logging.disable_progress_bar()
     torch.set_num_threads(num_threads)

@@ -160,6 +160,9 @@ class Cluster(Process):
         found: list[dict[str, Any]] = get(f"{self.url}/tetri/v1/requests")["requests"]
         return found
 
+    def phases(self) -> list[str]:
+        return [row["phase"] for row in self.requests()]
+
     def resumed(self) -> float:
         """How many streams broke off and were continued by another instance."""
         return metric(self.url, "tetri_streams_broken_total", 'outcome="resumed"')

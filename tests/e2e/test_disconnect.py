@@ -28,16 +28,12 @@ async def leave_when(
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def phases(cluster: Cluster) -> list[str]:
-    return [row["phase"] for row in cluster.requests()]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_mid_prefill(cluster: Cluster, stream: bool) -> None:
     bodies = [completion(1500 - i, stream=stream) for i in range(8)]
     for body in bodies:
         body["prompt"] = [len(body["prompt"]) % 900 + 10, *body["prompt"][1:]]
-    await leave_when(cluster, bodies, lambda: "prefilling" in phases(cluster))
+    await leave_when(cluster, bodies, lambda: "prefilling" in cluster.phases())
     cluster.rest()
 
 

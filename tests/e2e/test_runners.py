@@ -159,10 +159,7 @@ async def test_clients_that_leave(cluster: Cluster) -> None:
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.to_thread(cluster.rest, REST_S)
 
-    def phases() -> list[str]:
-        return [row["phase"] for row in cluster.requests()]
-
-    await leave_when(lambda: "prefilling" in phases())
+    await leave_when(lambda: "prefilling" in cluster.phases())
     await leave_when(lambda: cluster.instances()["decode-0"]["running"] > 2)
 
 

@@ -84,23 +84,27 @@ async def test_a_late_first_token_and_gaps_are_measured() -> None:
     assert reply.error == ""
     assert (reply.text, reply.token_ids, reply.num_tokens) == ("ab", [1, 1], 2)
     assert reply.ttft_s >= 0.1
-    assert reply.jct_s >= reply.ttft_s + 0.04
+    assert reply.jct_s > reply.ttft_s
     assert len(reply.gaps_us) == 1
     assert reply.headers["x-tetri-decode"] == "decode-0"
 
 
 async def test_requests_are_sent_when_due_whatever_the_others_do() -> None:
     order: list[float] = []
+    both_came = asyncio.Event()
 
     async def respond(write: Write) -> None:
         order.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(0.3)
+        if len(order) == 2:
+            both_came.set()
+        async with asyncio.timeout(10):
+            await both_came.wait()
         await write(HEAD + event("a") + event("", usage=1) + END)
 
     async with serving(respond) as target:
         replies = await play(target, [request(1), request(1, 0.1)])
     assert [each.error for each in replies] == ["", ""]
-    assert 0.05 < order[1] - order[0] < 0.3
+    assert order[1] - order[0] > 0.05
 
 
 async def test_a_request_is_due_when_so_many_tokens_of_another_one_have_come() -> None:
@@ -121,7 +125,7 @@ async def test_a_request_is_due_when_so_many_tokens_of_another_one_have_come() -
     assert first.due_s == 0.0
     came_s = first.ttft_s + 1e-6 * first.gaps_us[0]
     assert second.due_s == pytest.approx(came_s + 0.05, abs=1e-3)
-    assert second.ttft_s < 0.2  # counts from then
+    assert second.ttft_s < first.jct_s  # counts from then
 
 
 async def test_a_request_does_not_wait_for_tokens_that_will_not_come() -> None:

@@ -23,6 +23,7 @@ from examples.benchmarks.pipeline import (
 )
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import Stock
+from vllm_tetri.sim.cost.hardware import MODELS
 
 
 def stages(num: int, send_s: float = 0.0) -> Stages:
@@ -68,6 +69,16 @@ def test_one_stage_is_an_instance_as_ever() -> None:
     assert [each.jct_s for each in staged] == pytest.approx(
         [each.jct_s for each in simulate(usual, specs)]
     )
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_a_step_takes_through_all_stages_what_it_takes_without(num: int) -> None:
+    fast = 1e18  # the link between stages
+    (_, whole), (_, staged) = (
+        cluster("vllm", 4, each, 0, MODELS["opt-13b"], fast) for each in (1, num)
+    )
+    for work in ((1, 500, 0, 0.0), (64, 40_000, 0, 0.0), (0, 0, 512, 256.0)):
+        assert num * staged.step_s(*work) == pytest.approx(whole.step_s(*work), rel=0.01)
 
 
 def test_equal_steps_leave_the_fewest_bubbles() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from examples.benchmarks import report
@@ -23,6 +25,15 @@ def test_a_changed_number_is_noticed() -> None:
     page = "| a | b |\n|---|--:|\n| x | 1.0 |\n"
     assert report.missing("| a | b |\n| --- | --- |\n| x | 1.0 |", page) == []
     assert report.missing("| a | b |\n| --- | --- |\n| x | 1.1 |", page) == ["| x | 1.1 |"]
+
+
+def test_a_repeat_beside_which_others_used_the_cores_counts_for_no_system() -> None:
+    rows = product(("hpld", "lpld"), (0, 1), ("stock", "both"))
+    cells = pd.DataFrame(rows, columns=["name", "repeat", "system"])
+    is_disturbed = cells.eval("name == 'hpld' and repeat == 1 and system == 'stock'")
+    found = report.undisturbed(cells.assign(others_percent=is_disturbed * 12.0))
+    assert len(found) == 6
+    assert not len(found.query("name == 'hpld' and repeat == 1"))
 
 
 def test_a_run_becomes_one_row_per_system(tmp_path: Path) -> None:

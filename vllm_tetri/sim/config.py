@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End
@@ -23,8 +23,7 @@ class EngineKind:
     """A kind of engine, here vLLM with this package; `cluster.ENGINES` names the class that
     simulates it. `can_hand_over` says whether it sends and receives KV."""
 
-    can_hand_over: ClassVar[bool] = True
-    has_prefix_cache: ClassVar[bool] = True
+    can_hand_over = has_prefix_cache = True
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Stock(EngineKind):
     `budget_tokens` of a step, the engine's `most_tokens` by default."""
 
     budget_tokens: int | None = None
-    can_hand_over: ClassVar[bool] = False
+    can_hand_over = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
-from typing import ClassVar
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import ENGINES
@@ -36,8 +35,7 @@ class Static(EngineKind):
     """Static batching. `window_tokens` holds the longest prompt and output together."""
 
     window_tokens: int = USUAL_WINDOW_TOKENS
-    can_hand_over: ClassVar[bool] = False
-    has_prefix_cache: ClassVar[bool] = False
+    can_hand_over = has_prefix_cache = False
 
     def __post_init__(self) -> None:
         above_0(window_tokens=self.window_tokens)
@@ -55,8 +53,7 @@ class PromptsFirst(EngineKind):
 
     most_prompts: int = 16
     most_tokens: int = 2048
-    can_hand_over: ClassVar[bool] = False
-    has_prefix_cache: ClassVar[bool] = False
+    can_hand_over = has_prefix_cache = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Unchunked(EngineKind):
 
     most_preemptions: int = 2
     ageing_s: float = inf
-    has_prefix_cache: ClassVar[bool] = False
+    has_prefix_cache = False
 
 
 class OrcaInstance(StockInstance):

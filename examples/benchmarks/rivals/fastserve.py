@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
 
 from vllm_tetri.sim.cluster import ENGINES
 from vllm_tetri.sim.config import EngineKind, InstanceConfig
@@ -30,8 +29,7 @@ class FastServe(EngineKind):
     """Levels with quanta, and for how long a request waits at most before it goes to the top."""
 
     starving_s: float = 10.0
-    can_hand_over: ClassVar[bool] = False
-    has_prefix_cache: ClassVar[bool] = False
+    can_hand_over = has_prefix_cache = False
 
 
 @dataclass(slots=True)

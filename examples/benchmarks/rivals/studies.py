@@ -109,12 +109,8 @@ def rejection(seed: int, trace: Path | None) -> Cells:
     told = Objective(slo.ttft_s / TOLERANCE, slo.tpot_s / TOLERANCE)
     parts = Parts(9, engine, 8, objective=told, seed=seed)
     for rule in (None, *Rule):
-        yield (
-            {"system": f"mooncake {rule.name if rule else 'SENT'}"},
-            mooncake(parts, rule),
-            specs,
-            slo,
-        )
+        name = f"mooncake {rule.name if rule else 'SENT'}"
+        yield {"system": name}, mooncake(parts, rule), specs, slo
     ours = system_of("adaptive", parts)
     split = replace(ours, instances=system_of("tetri", parts).instances)
     for name, config in (("ours", ours), ("ours, 8P1D", split)):
@@ -153,12 +149,8 @@ def ratio(seed: int, trace: Path | None) -> Cells:
             kind = Tgi(served, waited)
             places = make_instances(both=2, engine=replace(engine, kind=kind))
             name = f"tgi {served:g}, {waited} steps"
-            yield (
-                {"rate": rate, "system": name},
-                ClusterConfig(places, "least-in-flight"),
-                specs,
-                slo,
-            )
+            config = ClusterConfig(places, "least-in-flight")
+            yield {"rate": rate, "system": name}, config, specs, slo
         for name in ("vllm-2023", "vllm", "adaptive"):
             yield {"rate": rate, "system": name}, system_of(name, parts), specs, slo
 

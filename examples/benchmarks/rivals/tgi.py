@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import ENGINES
@@ -30,8 +29,7 @@ class Tgi(EngineKind):
     max_waiting_tokens: int = 20
     prefill_tokens: int = 4096
     longest_output: int = 512
-    can_hand_over: ClassVar[bool] = False
-    has_prefix_cache: ClassVar[bool] = False
+    can_hand_over = has_prefix_cache = False
 
     def __post_init__(self) -> None:
         above_0(prefill_tokens=self.prefill_tokens, longest_output=self.longest_output)

@@ -231,8 +231,10 @@ def _margin(plan: Plan) -> str:
         return f"Margin: no layout that {kind} serves this."
     other = "does not" if rival.layout.is_aggregated else "does"
     verdict = "" if plan.recommended is best else ": too little for the effort of handing over"
-    return (
-        f"Margin of {best.layout.name} on {best.devices} GPUs: {plan.margin:+.0%} per "
-        f"{plan.question.least.unit} compared with the best layout that {other} hand over, "
-        f"{rival.layout.name} on {rival.devices}{verdict}."
-    )
+    unit = plan.question.least.unit
+    kind = f"the best layout that {other} hand over, {rival.layout.name} on {rival.devices}"
+    if plan.is_cheaper:  # of whole instances, so per unit it may serve nearly as much
+        words = f"{kind}, takes {plan.margin:.0%} more {unit} in all"
+    else:
+        words = f"{plan.margin:+.0%} per {unit} compared with {kind}"
+    return f"Margin of {best.layout.name} on {best.devices} GPUs: {words}{verdict}."

@@ -147,7 +147,7 @@ class Plan:
 
     def per_unit(self, found: Found) -> float:
         """Goodput per GPU, or per unit of what is to be least."""
-        return found.rate / found.total(self.question.least)
+        return found.rate / self._total(found)
 
     @property
     def margin(self) -> float:
@@ -155,10 +155,18 @@ class Plan:
         rate, how much more the rival takes, if it does."""
         if self.rival is None:
             return math.inf
-        best, rival = (each.total(self.question.least) for each in (self.best, self.rival))
-        if self.question.rate is not None and rival > best:
-            return rival / best - 1
+        if self.is_cheaper:
+            return self._total(self.rival) / self._total(self.best) - 1
         return self.per_unit(self.best) / self.per_unit(self.rival) - 1
+
+    @property
+    def is_cheaper(self) -> bool:
+        """Whether a rate is given for which the rival takes more in all."""
+        is_more = self.rival is not None and self._total(self.rival) > self._total(self.best)
+        return self.question.rate is not None and is_more
+
+    def _total(self, found: Found) -> float:
+        return found.total(self.question.least)
 
     @property
     def is_clear(self) -> bool:
