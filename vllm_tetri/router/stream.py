@@ -162,7 +162,7 @@ class Output:
         passed = web.Response(body=body, status=status, headers=headers)
         is_new = request.path == "/v1/responses" and not request.body.get("previous_response_id")
         if request.is_stored and status == 404 and not is_new:
-            self.fallback = passed
+            self.fallback = passed if self.fallback is None else self.fallback
             raise NotStored(instance.id)
         if status in _SERVER_ERRORS and request.is_stored:
             self._poison.record_failure(request, instance)
