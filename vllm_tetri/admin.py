@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import ssl
 import time
 import urllib.error
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_tetri.errors import TetriError
-from vllm_tetri.router.auth import KEY_VARIABLE
+from vllm_tetri.router.auth import KEY_VARIABLE, own_keys
 from vllm_tetri.types import FLIP_DEADLINE_S, Mode, Role, is_loopback
 
 Row = dict[str, Any]
@@ -30,6 +29,7 @@ _DATA = b"data: "
 _TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _SILENT_S = 5.0  # without a report; a busy host is late by less
+_UNHEARD_S = 30.0  # without a router's answer while an order is carried out
 _COMMIT_S = 2.0  # time for the instance to learn that its new role is known
 _WIDE = 1000  # columns
 
@@ -66,8 +66,8 @@ def _response(
     url = url.rstrip("/")
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE, "").strip().partition("\n")[0]:
-        headers["Authorization"] = f"Bearer {key}"
+    if keys := own_keys():
+        headers["Authorization"] = f"Bearer {keys[0].strip()}"
     try:
         request = urllib.request.Request(url + path, data=data, headers=headers)
         with opener_for(url).open(request, timeout=_TIMEOUT_S) as response:
@@ -304,9 +304,16 @@ def _order(options: argparse.Namespace, verb: str, order: Row) -> Row:
 
 def _progress(url: str, name: str) -> Iterator[Row]:
     """Poll the row of an instance until it is gone, and print what it still has to do."""
-    shown = ""
+    shown, heard_s = "", time.monotonic()
     while True:
-        rows: list[Row] = call(url, _INSTANCES)["instances"]
+        try:
+            rows: list[Row] = call(url, _INSTANCES)["instances"]
+        except AdminError:  # a router among several may just end, or come
+            if time.monotonic() - heard_s > _UNHEARD_S:
+                raise
+            time.sleep(_POLL_S)
+            continue
+        heard_s = time.monotonic()
         row = next((each for each in rows if each["id"] == name), None)
         if row is None:
             return

@@ -30,4 +30,14 @@ async def test_outputs_teach_the_instance_that_has_their_prompts(
     fixed = completion(30, max_tokens=5, ignore_eos=True)  # tells nothing of the model
     before = own.instances()["prefill-0"]["length_states"]
     await assert_handed_over_as_stock(stock, own, [fixed, chat(100, ignore_eos=True)])
+    # One instance serves what is echoed; what ends with its first token tells nothing either.
+    echoed = completion(40, max_tokens=1, ignore_eos=False, echo=True)
+
+    def num_done() -> int:
+        return sum(each["decodes_done"] for each in own.instances().values())
+
+    done_before = num_done()
+    assert (await ask(own.url, echoed)).status == 200
+    await until(lambda: num_done() > done_before, "it is told")
     assert own.instances()["prefill-0"]["length_states"] == before
+    assert own.instances()["decode-0"]["length_states"] == 0

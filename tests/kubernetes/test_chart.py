@@ -269,7 +269,7 @@ def test_probes_and_drains_are_those_that_the_docs_promise() -> None:
     words = decode["lifecycle"]["preStop"]["exec"]["command"][-1]
     assert words == (
         'VLLM_API_KEY="$ROUTER_API_KEYS" exec vllm-tetri drain "$POD_NAME" --force --deadline 60 '
-        f"--url http://llm.{NAMESPACE}.svc:8000"
+        f"--url http://llm-control.{NAMESPACE}.svc:8000"  # also while no router is ready
     )
 
 
@@ -363,8 +363,17 @@ def triggers(component: str) -> dict[str, tuple[str, float]]:
     return {named.findall(m["query"])[0]: (m["query"], float(m["threshold"])) for m in found}
 
 
+def test_rules_find_the_labels_that_the_monitor_sets() -> None:
+    (endpoint,) = one(manifests("full"), "PodMonitor", "")["spec"]["podMetricsEndpoints"]
+    changes = {each["targetLabel"]: each for each in endpoint["relabelings"]}
+    rules = (ROOT / "examples/operate/rules.yml").read_text()
+    assert f'job="{changes["job"]["replacement"]}"' in rules
+    assert "by (router)" in rules
+    assert changes["router"]["sourceLabels"] == ["__meta_kubernetes_pod_name"]
+
+
 def test_autoscaling_counts_every_instance_once(tmp_path: Path) -> None:
-    """By Prometheus itself: two routers show the same three instances, one of another role."""
+    """By Prometheus itself: two routers show the same instances, two of which count."""
     require_command("promtool", "prometheus")
     known = set(re.findall(r"`(tetri_\w+)`", (ROOT / "docs/metrics.md").read_text()))
     decode, both = triggers("decode"), triggers("both")
@@ -374,10 +383,15 @@ def test_autoscaling_counts_every_instance_once(tmp_path: Path) -> None:
     query, threshold = decode["tetri_instance_blocks_used"]
     assert threshold == 0.7
     series = [
-        {"series": f'tetri_instance_{what}{{instance="{who}",pod="router-{router}"}}',
+        {"series": f'tetri_instance_{what}'
+                   f'{{instance="{who}-5d4f-aaaa{used % 10}",namespace="{where}",pod="{router}"}}',
          "values": str(value)}
         for router in (0, 1)
-        for who, used in (("llm-decode-a", 25), ("llm-decode-b", 50), ("llm-prefill-c", 70))
+        for who, where, used in (
+            ("llm-decode", NAMESPACE, 25), ("llm-decode", NAMESPACE, 50),
+            ("llm-prefill", NAMESPACE, 70), ("llm-decode", "other", 80),
+            ("llm-decode-2-decode", NAMESPACE, 90),
+        )
         for what, value in (("blocks_used", used), ("blocks_total", 100))
     ]  # fmt: skip
     test = {

@@ -87,10 +87,32 @@ def test_an_answer_that_is_not_streamed_has_its_output_before_the_first_byte() -
     assert sums(row)[("http", "p")] == pytest.approx(0.14)
 
 
+def test_the_length_is_that_of_the_instance_that_wrote_the_end() -> None:
+    first, last = Served("cmpl-r", output_tokens=1), Served("cmpl-r", output_tokens=9)
+    assert ended(SPLIT, served=[(D, last), (P, first)]).output_tokens == 9  # told in any order
+    row = ended(SPLIT, served=[(P, first)])
+    assert row.output_tokens is None
+    assert replayable([row]) == []
+
+
+def test_two_legs_at_one_instance_are_told_apart() -> None:
+    marks = [
+        Mark(Event.PREFILL_SENT, P, 100.0), Mark(Event.WHOLE_SENT, P, 102.6),
+        Mark(Event.ANSWERING, P, 102.65), Mark(Event.FINISH, P, 112.65),
+    ]  # fmt: skip
+    prefill = Served("cmpl-r", queue_s=2.0, compute_s=0.5, cached_tokens=3)
+    told = [(P, prefill), (P, Served("cmpl-r", compute_s=0.02, output_s=10.0, output_tokens=9))]
+    row = ended(marks, decode=P, ended_s=112.65, first_byte_s=102.65, served=told)
+    assert sums(row)[("queue", "p")] == pytest.approx(2.0)
+    assert sums(row)[("compute", "p")] == pytest.approx(0.52)
+    (found,) = replayable([row])
+    assert (found["cached_tokens"], found["output_tokens"]) == (3, 9)
+
+
 def test_an_instance_tells_the_length_of_a_prompt_that_no_other_took_over() -> None:
     told = Served("cmpl-r", prompt_tokens=7, output_tokens=3)
     marks = [Mark(Event.WHOLE_SENT, P, 100.0), Mark(Event.ANSWERING, P, 100.4)]
-    row = ended(marks, route="whole", prompt_tokens=None)
+    row = ended(marks, route="whole", prompt_tokens=None, decode=P)
     assert replayable([row, row._replace(served=[(D, told)])]) == []
     (found,) = replayable([row._replace(served=[(P, told)])])
     assert (found["prompt_tokens"], found["output_tokens"]) == (7, 3)

@@ -119,7 +119,7 @@ def test_keys_come_from_options_or_a_file_or_the_environment(
     assert keys("--api-key", "a", "b", "--api-key", "c") == ("a", "b", "c")
     assert keys("--api-key-file", str(file)) == ("one", "two")
     assert keys("--api-key", "two", "--api-key-file", str(file)) == ("two", "one")
-    monkeypatch.setenv("VLLM_API_KEY", "x\ny\n")
+    monkeypatch.setenv("VLLM_API_KEY", "# of the team\nx\ny\n")
     assert keys() == ("x", "y")
     assert keys("--api-key", "a") == ("a",)  # as with vllm serve
 

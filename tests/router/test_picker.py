@@ -47,7 +47,7 @@ from tests.router.fakes import (
 )
 from vllm_tetri.picker import service
 from vllm_tetri.picker.command import add_arguments
-from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange
+from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange, Held
 from vllm_tetri.picker.service import (
     LIVENESS,
     PROCESSOR,
@@ -162,6 +162,22 @@ async def test_a_request_is_counted_where_it_goes_until_its_end(mode: SendMode) 
         exchange.close()
         assert in_flight(made) == {}
         assert 'outcome="ok",route="passed"} 1.0' in await made.metrics()
+
+
+async def test_bodies_that_do_not_end_hold_so_much_together() -> None:
+    held, part = Held(100), body_of(b"x" * 40, ends=False)
+    async with instances("a") as made:
+        exchanges = [Exchange(made.scheduler, held=held) for _ in range(3)]
+        found = []
+        for each in exchanges:
+            await each.on(head_of())
+            found.append(Seen(await each.on(part)))
+        assert [each.refusal is None for each in found] == [True, True, False]
+        assert found[-1].error[0] == 503
+        assert held.num_bytes == 80
+        for each in exchanges:
+            each.close()
+        assert held.num_bytes == 0
 
 
 async def test_what_is_no_fault_of_the_client_is_an_error() -> None:

@@ -55,6 +55,17 @@ def test_the_next_turn_finds_prompt_and_output_of_the_last() -> None:
     assert known.common_tokens < known.prompt_tokens < 850
 
 
+def test_tools_are_a_part_of_the_prompt() -> None:
+    index, tools = PrefixIndex(), [{"type": "function", "description": "It finds. " * 2000}]
+    learn(index, chat(user("Hi"), tools=tools), chain(320), 5060)
+    result = user("result " * 600)  # a thousand tokens
+    known = index.find(chat(user("Hi"), answer("Yes."), result, tools=tools))
+    assert known is not None
+    assert 5060 < known.prompt_tokens < 8000
+    known = index.find(chat(user("Another"), tools=tools))
+    assert known is None  # no message is the same
+
+
 def test_another_question_behind_the_same_system_prompt_shares_that() -> None:
     index = PrefixIndex()
     learn(index, chat(SYSTEM, user("What is a tree?")), chain(50), 640)

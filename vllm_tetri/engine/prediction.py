@@ -209,6 +209,7 @@ class Predictions:
         prompt. What the client fixed tells nothing of a model."""
         entry, sampling = self.entries.get(request.request_id), request.sampling_params
         is_natural = sampling is not None and not sampling.ignore_eos and request.status in COMPLETE
+        is_natural = is_natural and request.max_tokens > 1  # else its state may be of an output
         if self._head is None or entry is None or not is_natural:
             return None
         num_tokens = request.num_output_tokens

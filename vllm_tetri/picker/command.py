@@ -17,6 +17,7 @@ from vllm_tetri.router.command import (
     add_placement_options,
     config_of,
     count,
+    most_bodies_bytes,
     port,
     stop_signal,
 )
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app = build_app(scheduler, keys=keys, limits=limits, relays=False)
         async with listening(app, limits, (options.host, options.http_port), tls) as http:
-            server = server_for(scheduler, options.fallbacks)
+            server = server_for(scheduler, options.fallbacks, most_bodies_bytes(limits.body_bytes))
             port = listen(server, options.host, options.port, credentials)
             await server.start()
             try:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from ipaddress import ip_address
+from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +44,14 @@ _CHUNK_BYTES = 60_000  # a gateway's window of HTTP/2 may be 65,535 bytes
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Held:
+    """Bytes of bodies that are not complete, of all requests, and how many there may be."""
+
+    most_bytes: float = inf
+    num_bytes: int = 0
+
+
 class Exchange:
     """One HTTP request: the messages about it, and the answers to them. From its placement on it is
     counted at its instance until `close`, which is due when the gateway ends its stream.
@@ -49,8 +59,11 @@ class Exchange:
     `num_fallbacks` endpoints are named after the chosen one, for gateways that try several.
     """
 
-    def __init__(self, scheduler: GlobalScheduler, num_fallbacks: int = 0) -> None:
+    def __init__(
+        self, scheduler: GlobalScheduler, num_fallbacks: int = 0, held: Held | None = None
+    ) -> None:
         self._scheduler, self._num_fallbacks = scheduler, num_fallbacks
+        self._held = held or Held()
         self._modes = ext_proc.ProtocolConfiguration()
         self._headers, self._body = dict[str, str](), bytearray()
         self._has_body = False  # which may be empty
@@ -73,6 +86,7 @@ class Exchange:
                 placed = [] if self._is_placed else await self._place(ends=False)
                 return [*placed, ProcessingResponse(request_trailers=ext_proc.TrailersResponse())]
         except Refusal as refusal:
+            self._let_go()
             return [self._refused(refusal)]
         if message.response_headers is not None:
             self._on_response(message)
@@ -86,6 +100,7 @@ class Exchange:
 
     def close(self) -> None:
         """Count the request no longer. Idempotent."""
+        self._let_go()
         entry, self._entry = self._entry, None
         scheduler, outcome = self._scheduler, self._outcome
         if entry is not None:
@@ -107,16 +122,23 @@ class Exchange:
 
     async def _on_body(self, body: ext_proc.HttpBody) -> list[ProcessingResponse]:
         self._body += body.body
+        self._held.num_bytes += len(body.body)
+        if self._held.num_bytes > self._held.most_bytes:
+            raise Refusal(503, "the bodies of all requests together are too large; try again")
         if len(self._body) > MAX_BODY_BYTES:
             raise Refusal(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
         is_whole = body.end_of_stream or self._modes.request_body_mode == _BUFFERED
         return await self._place() if is_whole else []
 
+    def _let_go(self) -> None:
+        self._held.num_bytes -= len(self._body)
+        self._body.clear()
+
     async def _place(self, *, ends: bool = True) -> list[ProcessingResponse]:
         """Choose endpoints for the request, which is complete and `ends` with its body, or with
         trailers. Raises `Refusal`."""
         self._is_placed, raw = True, bytes(self._body)
-        self._body.clear()
+        self._let_go()
         request = await self._scheduler.admit(_request_of(self._headers, raw))
         if request.generates:
             now, name = time.monotonic(), request.request_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from argparse import Namespace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import grpc
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from vllm_tetri.picker.exchange import MAX_BODY_BYTES, Exchange
+from vllm_tetri.picker.exchange import MAX_BODY_BYTES, Exchange, Held
 from vllm_tetri.router.scheduler import GlobalScheduler
 
 PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
@@ -24,11 +25,15 @@ _PINGS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.pin
 _PING_MS = 10_000  # until a silent gateway is pinged, and until it must have responded
 
 
-def server_for(scheduler: GlobalScheduler, num_fallbacks: int) -> grpc.aio.Server:
-    """Build the server, without a port, that names endpoints for the requests of gateways."""
+def server_for(
+    scheduler: GlobalScheduler, num_fallbacks: int, most_bytes: float = inf
+) -> grpc.aio.Server:
+    """Build the server, without a port, that names endpoints for the requests of gateways, whose
+    bodies may have so many bytes together while they come."""
+    held = Held(most_bytes)
 
     async def process(_: object, stream: Any) -> None:
-        exchange = Exchange(scheduler, num_fallbacks)
+        exchange = Exchange(scheduler, num_fallbacks, held)
         try:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 for answer in await exchange.on(message):

@@ -78,12 +78,11 @@ def keys_of(options: Namespace) -> tuple[str, ...]:
             lines = [line.strip() for line in path.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {path}: {error}") from error
-        in_file = [line for line in lines if line and not line.startswith("#")]
-        if not in_file:
+        if not (in_file := _without_comments(lines)):
             raise ConfigError(f"--api-key-file {path} has no key in it")
         keys += in_file
-    keys = keys or os.environ.get(KEY_VARIABLE, "").split("\n")
-    keys = list(dict.fromkeys(key for key in keys if key))
+    keys = keys or own_keys()
+    keys = list(dict.fromkeys(keys))
     for number, key in enumerate(keys, 1):
         if key != key.strip() or not key.isprintable():
             raise ConfigError(
@@ -91,6 +90,15 @@ def keys_of(options: Namespace) -> tuple[str, ...]:
                 "printed; no client could send it"
             )
     return tuple(keys)
+
+
+def own_keys() -> list[str]:
+    """Return the keys of the environment, which may be those of a file with comments."""
+    return _without_comments(os.environ.get(KEY_VARIABLE, "").split("\n"))
+
+
+def _without_comments(lines: list[str]) -> list[str]:
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def instance_key_of(keys: tuple[str, ...]) -> str | None:

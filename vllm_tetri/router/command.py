@@ -232,7 +232,7 @@ def run(options: argparse.Namespace) -> int:
     limits = Limits(
         connections=num_connections,
         body_bytes=options.max_body_bytes,
-        bodies_bytes=max(_memory_bytes() // 8, 4 * options.max_body_bytes),
+        bodies_bytes=most_bodies_bytes(options.max_body_bytes),
     )
     # The limit of open files is often 1,024, and every connection needs one.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -307,9 +307,10 @@ def _shares_of_files(num_connections: int | None) -> tuple[int, int]:
     return num_connections, max(0, (2 * files - 5 * num_connections) // 4)
 
 
-def _memory_bytes() -> int:
-    """Return the memory of this machine, or of the container."""
+def most_bodies_bytes(body_bytes: int) -> int:
+    """Return how many bytes all bodies may have together: an eighth of the memory of this machine,
+    or of the container."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # the file is not there, or says "max"
         size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return size
+    return max(size // 8, 4 * body_bytes)

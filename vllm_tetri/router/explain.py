@@ -37,19 +37,36 @@ def parts(row: Ended) -> list[Part]:
 
 
 def _parts(row: Ended) -> Iterator[Part]:
-    told = dict(sorted(row.served, key=_took_s))  # of several choices the one that took longest
     none, end_s = InstanceId(""), row.ended_s - row.arrival_s
     marks = [(each.event, each.instance, each.at_s - row.arrival_s) for each in row.marks]
+    told = _by_leg(row)
     begin_s = marks[0][2] if marks else end_s
     yield Part("router", none, 0.0, begin_s)
     ends = [*(at_s for _, _, at_s in marks[1:]), end_s] if marks else []
     for (event, instance, begin_s), until_s in zip(marks, ends, strict=True):
-        if event in _SENT or event is Event.PREFILLED:
-            yield from _leg(row, event, instance, told.get(instance), begin_s, until_s)
+        if _is_leg(event):
+            served = told[instance].pop(0) if told.get(instance) else None
+            yield from _leg(row, event, instance, served, begin_s, until_s)
         elif event is Event.ANSWERING:
             yield Part("output", instance, begin_s, until_s)
         else:
             yield Part("router", none, begin_s, until_s)
+
+
+def _by_leg(row: Ended) -> dict[InstanceId, list[Served | None]]:
+    """Return what each instance told of its legs, in their order; of one leg with several choices
+    what the one told that took longest."""
+    told: dict[InstanceId, list[Served | None]] = {}
+    for name in {name for name, _ in row.served}:
+        found = [each for who, each in row.served if who == name]
+        legs = [each for each in row.marks if each.instance == name and _is_leg(each.event)]
+        missing = len(legs) - len(found)  # of attempts that failed
+        told[name] = [max(found, key=_took_s)] if len(legs) < 2 else [*[None] * missing, *found]
+    return told
+
+
+def _is_leg(event: Event) -> bool:
+    return event in _SENT or event is Event.PREFILLED
 
 
 def _leg(
@@ -84,8 +101,7 @@ def _leg(
     yield from reversed(found)
 
 
-def _took_s(told: tuple[InstanceId, Served]) -> float:
-    served = told[1]
+def _took_s(served: Served) -> float:
     return served.queue_s + served.compute_s + served.output_s
 
 
@@ -132,7 +148,8 @@ def replayable(rows: Iterable[Ended]) -> list[dict[str, Any]]:
     `front_s` is the time outside engines before the first token."""
     found = []
     for row in rows:
-        first = dict(row.served).get(row.prefill, Served(row.id))
+        told = (each for name, each in row.served if name == row.prefill)
+        first = next(told, Served(row.id))
         prompt_tokens = row.prompt_tokens or first.prompt_tokens
         if row.outcome == "ok" and row.first_byte_s and prompt_tokens and row.output_tokens:
             ttft_s = row.first_byte_s - row.arrival_s

@@ -39,8 +39,10 @@ class Ended(NamedTuple):
 
     @property
     def output_tokens(self) -> int | None:
-        """The length of the output as its last instance counted it; None: not known (yet)."""
-        return self.served[-1][1].output_tokens if self.served else None
+        """The length of the output as the instance counted it that wrote its end; None: not known
+        (yet). Instances tell in any order."""
+        told = (each for name, each in reversed(self.served) if name == self.decode)
+        return next((each.output_tokens for each in told), None)
 
 
 class History:

@@ -33,6 +33,7 @@ _PENDING_S = 900.0  # in which a request must end
 _BASE = ("model", "cache_salt", "tools", "functions", "documents", "chat_template",
          "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs",
          "add_special_tokens", "add_generation_prompt", "continue_final_message")  # fmt: skip
+_WRITTEN = ("tools", "functions", "documents")  # of these, into the prompt before all messages
 
 
 class Start(NamedTuple):
@@ -115,7 +116,8 @@ def starts_of(body: dict[str, Any], *, is_chat: bool) -> list[Start]:
     """Name every start of the prompt of a request, in order."""
     base = {key: body[key] for key in _BASE if key in body}
     digest = blake2b(msgspec.json.encode([is_chat, base], order="sorted"), digest_size=8)
-    starts, num_bytes = list[Start](), 0
+    starts = list[Start]()
+    num_bytes = sum(len(msgspec.json.encode(base[key])) for key in _WRITTEN if key in base)
     for piece, answer_bytes in _pieces(body, is_chat=is_chat):
         num_bytes += len(piece)
         digest.update(piece)

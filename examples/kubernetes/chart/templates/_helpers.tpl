@@ -79,8 +79,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* How Prometheus finds load: every router shows all instances, which count once. */}}
 {{- define "tetri.query.queuedTokens" -}}
-sum(max by (instance) (tetri_instance_queued_prefill_tokens{instance=~"{{ . }}-.+"}))
+sum(max by (instance) (tetri_instance_queued_prefill_tokens{ {{- . -}} }))
 {{- end }}
 {{- define "tetri.query.kvUse" -}}
-sum(max by (instance) (tetri_instance_blocks_used{instance=~"{{ . }}-.+"} / tetri_instance_blocks_total))
+sum(max by (instance) (tetri_instance_blocks_used{ {{- . -}} } / tetri_instance_blocks_total))
 {{- end }}
