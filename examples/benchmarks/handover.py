@@ -35,7 +35,7 @@ from examples.benchmarks.figures import Results
 from vllm_tetri.launch.machine import is_cpu_build
 
 TOKENS = 16
-REST_S = 0.2  # the server before, on the same core, may still compute a step for nothing
+REST_S = 0.2  # so that nothing of one request takes time from the next
 OVER = {"stock": "ttft_over_stock_ms", "stock, our chunk": "ttft_over_chunked_ms"}
 SPLIT = ("--mode", "split", "--prefill", "1", "--decode", "1", "--flip", "off")
 

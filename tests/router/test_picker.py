@@ -47,7 +47,7 @@ from tests.router.fakes import (
 )
 from vllm_tetri.picker import service
 from vllm_tetri.picker.command import add_arguments
-from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange, Held
+from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange
 from vllm_tetri.picker.service import (
     LIVENESS,
     PROCESSOR,
@@ -56,6 +56,8 @@ from vllm_tetri.picker.service import (
     listen,
     server_for,
 )
+from vllm_tetri.router.auth import Limits
+from vllm_tetri.router.server import BodyReader
 from vllm_tetri.types import Mode, Role
 
 ALL = [SendMode.FULL_DUPLEX_STREAMED, SendMode.BUFFERED]
@@ -165,19 +167,19 @@ async def test_a_request_is_counted_where_it_goes_until_its_end(mode: SendMode) 
 
 
 async def test_bodies_that_do_not_end_hold_so_much_together() -> None:
-    held, part = Held(100), body_of(b"x" * 40, ends=False)
+    bodies, part = BodyReader(Limits(bodies_bytes=100)), body_of(b"x" * 40, ends=False)
     async with instances("a") as made:
-        exchanges = [Exchange(made.scheduler, held=held) for _ in range(3)]
+        exchanges = [Exchange(made.scheduler, bodies=bodies) for _ in range(3)]
         found = []
         for each in exchanges:
             await each.on(head_of())
             found.append(Seen(await each.on(part)))
         assert [each.refusal is None for each in found] == [True, True, False]
         assert found[-1].error[0] == 503
-        assert held.num_bytes == 80
+        assert bodies.held_bytes == 80
         for each in exchanges:
             each.close()
-        assert held.num_bytes == 0
+        assert bodies.held_bytes == 0
 
 
 async def test_what_is_no_fault_of_the_client_is_an_error() -> None:

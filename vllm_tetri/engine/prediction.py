@@ -208,8 +208,7 @@ class Predictions:
         """Learn from an output that ended here. Return what the instance is to be told that has its
         prompt. What the client fixed tells nothing of a model."""
         entry, sampling = self.entries.get(request.request_id), request.sampling_params
-        is_natural = sampling is not None and not sampling.ignore_eos and request.status in COMPLETE
-        is_natural = is_natural and request.max_tokens > 1  # else its state may be of an output
+        is_natural = sampling is not None and not sampling.ignore_eos and has_length(request)
         if self._head is None or entry is None or not is_natural:
             return None
         num_tokens = request.num_output_tokens
@@ -261,6 +260,12 @@ class Predictions:
         """Stop the predictor. Idempotent."""
         if self.predictor is not None:
             self.predictor.close()
+
+
+def has_length(request: Request) -> bool:
+    """Whether an ended request has an output whose length may tell something: it was not aborted,
+    nor asked for one token, as copies of outputs are."""
+    return request.status in COMPLETE and request.max_tokens > 1
 
 
 def tells_length(request: Request, outputs: OutputLengths) -> bool:

@@ -17,7 +17,6 @@ import vllm
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.chunk_size import cuts_freely, dummy_request, is_dummy
 from vllm_tetri.engine.compat import (
-    COMPLETE,
     AsyncScheduler,
     KVConnectorRole,
     PauseState,
@@ -40,6 +39,7 @@ from vllm_tetri.engine.pacing import (
     due_tokens,
     share_in_order,
 )
+from vllm_tetri.engine.prediction import has_length
 from vllm_tetri.engine.queue import PrefillQueue, may_run
 from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.transfers import end_requests
@@ -164,7 +164,7 @@ class TetriScheduler(Scheduler):
         if request.num_output_tokens == 0 or is_dummy(request.request_id):
             return
         self.decodes_done += 1
-        if request.status in COMPLETE and request.max_tokens > 1:  # else it tells no length
+        if has_length(request):
             self.gate.record_output(request)  # judged by what was known before it ended
         self._endpoint.learn(request)
 

@@ -60,11 +60,12 @@ def run(options: argparse.Namespace) -> int:
     from vllm_tetri.router.server import listening
 
     async def serve() -> None:
-        scheduler, limits = GlobalScheduler(config), Limits()
+        scheduler = GlobalScheduler(config)
+        limits = Limits(bodies_bytes=most_bodies_bytes(Limits().body_bytes))
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app = build_app(scheduler, keys=keys, limits=limits, relays=False)
         async with listening(app, limits, (options.host, options.http_port), tls) as http:
-            server = server_for(scheduler, options.fallbacks, most_bodies_bytes(limits.body_bytes))
+            server = server_for(scheduler, options.fallbacks, limits)
             port = listen(server, options.host, options.port, credentials)
             await server.start()
             try:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
-from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +23,16 @@ from vllm_tetri.policy.route import Event
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import NoCapacity, Refusal, is_failure
-from vllm_tetri.router.request import CHAT, COMPLETIONS, ApiRequest, ProxyRules, parse_request
+from vllm_tetri.router.request import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    ApiRequest,
+    ProxyRules,
+    parse_request,
+)
 from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.router.server import BodyReader
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceInfo
 
@@ -35,21 +41,11 @@ SUBSET, SERVED = f"{DESTINATION}-subset", f"{DESTINATION}-served"
 LOAD_BALANCER, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
 _RULES = {(method, path): rules for method, path, rules in PROXIED}
 _OTHER = ProxyRules(generates=False, has_json=False)
-_RESPONSES = "/v1/responses"
 _BUFFERED = ProcessingModeBodySendMode.BUFFERED
 _DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
-MAX_BODY_BYTES = Limits().body_bytes
 _CHUNK_BYTES = 60_000  # a gateway's window of HTTP/2 may be 65,535 bytes
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Held:
-    """Bytes of bodies that are not complete, of all requests, and how many there may be."""
-
-    most_bytes: float = inf
-    num_bytes: int = 0
 
 
 class Exchange:
@@ -60,10 +56,10 @@ class Exchange:
     """
 
     def __init__(
-        self, scheduler: GlobalScheduler, num_fallbacks: int = 0, held: Held | None = None
+        self, scheduler: GlobalScheduler, num_fallbacks: int = 0, bodies: BodyReader | None = None
     ) -> None:
         self._scheduler, self._num_fallbacks = scheduler, num_fallbacks
-        self._held = held or Held()
+        self._bodies = bodies or BodyReader(Limits())
         self._modes = ext_proc.ProtocolConfiguration()
         self._headers, self._body = dict[str, str](), bytearray()
         self._has_body = False  # which may be empty
@@ -122,16 +118,12 @@ class Exchange:
 
     async def _on_body(self, body: ext_proc.HttpBody) -> list[ProcessingResponse]:
         self._body += body.body
-        self._held.num_bytes += len(body.body)
-        if self._held.num_bytes > self._held.most_bytes:
-            raise Refusal(503, "the bodies of all requests together are too large; try again")
-        if len(self._body) > MAX_BODY_BYTES:
-            raise Refusal(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
+        self._bodies.hold(len(body.body), len(self._body))
         is_whole = body.end_of_stream or self._modes.request_body_mode == _BUFFERED
         return await self._place() if is_whole else []
 
     def _let_go(self) -> None:
-        self._held.num_bytes -= len(self._body)
+        self._bodies.held_bytes -= len(self._body)
         self._body.clear()
 
     async def _place(self, *, ends: bool = True) -> list[ProcessingResponse]:
@@ -240,8 +232,8 @@ def _request_of(headers: Mapping[str, str], raw: bytes) -> ApiRequest:
     """Parse a request; raises `Refusal`."""
     method, target = headers[":method"], headers[":path"]
     path, rules = target.partition("?")[0], None
-    if path.startswith(_RESPONSES + "/"):
-        rules = _RULES["POST", _RESPONSES]
+    if path.startswith(RESPONSES + "/"):
+        rules = _RULES["POST", RESPONSES]
     elif method != "POST" or path not in (CHAT, COMPLETIONS):
         rules = _RULES.get((method, path), _OTHER)
     given = {"X-Request-Id": headers.get("x-request-id", "")}

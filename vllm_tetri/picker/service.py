@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 from argparse import Namespace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,30 @@ import grpc
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from vllm_tetri.picker.exchange import MAX_BODY_BYTES, Exchange, Held
+from vllm_tetri.picker.exchange import Exchange
+from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.router.server import BodyReader
 
 PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 LIVENESS, READINESS = "liveness", "readiness"  # the protocol's names for health checks
+_LIMITS = Limits()
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_BODY_BYTES + (1 << 16)),
+    ("grpc.max_receive_message_length", _LIMITS.body_bytes + (1 << 16)),
 )
 _PINGS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 _PING_MS = 10_000  # until a silent gateway is pinged, and until it must have responded
 
 
 def server_for(
-    scheduler: GlobalScheduler, num_fallbacks: int, most_bytes: float = inf
+    scheduler: GlobalScheduler, num_fallbacks: int, limits: Limits = _LIMITS
 ) -> grpc.aio.Server:
-    """Build the server, without a port, that names endpoints for the requests of gateways, whose
-    bodies may have so many bytes together while they come."""
-    held = Held(most_bytes)
+    """Build the server, without a port, that names endpoints for the requests of gateways."""
+    bodies = BodyReader(limits)
 
     async def process(_: object, stream: Any) -> None:
-        exchange = Exchange(scheduler, num_fallbacks, held)
+        exchange = Exchange(scheduler, num_fallbacks, bodies)
         try:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 for answer in await exchange.on(message):

@@ -24,7 +24,14 @@ from vllm_tetri.router.explain import explain, replayable
 from vllm_tetri.router.live import LiveView, page, plain_cluster
 from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import targets
-from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
+from vllm_tetri.router.request import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    ProxyRules,
+    decode_order,
+    parse_request,
+)
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.server import CLIENT, CORS, BodyReader, permit_origin
 from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Mode, RequestId, Role
@@ -66,8 +73,7 @@ _TEXT = (
 )
 # fmt: on
 _GETS = ("/version", "/tokenizer_info", "/server_info", "/docs", "/redoc")
-_RESPONSES = "/v1/responses"
-_RESPONSE = _RESPONSES + "/{response_id:[A-Za-z0-9._:-]{1,256}}"
+_RESPONSE = RESPONSES + "/{response_id:[A-Za-z0-9._:-]{1,256}}"
 _STORED = ProxyRules(is_stored=True)
 _NO_BODY = ProxyRules(generates=False, has_body=False)  # some are open to every client
 # Method, path and rules of every proxied route.
@@ -76,7 +82,7 @@ PROXIED: tuple[tuple[str, str, ProxyRules], ...] = (
     *(("POST", path, ProxyRules(has_json=False)) for path in _AUDIO),
     *(("POST", path, ProxyRules(generates=False)) for path in _TEXT),
     *(("GET", path, _NO_BODY) for path in _GETS),
-    ("POST", _RESPONSES, _STORED),
+    ("POST", RESPONSES, _STORED),
     ("GET", _RESPONSE, _STORED),
     ("POST", _RESPONSE + "/cancel", _STORED),
 )

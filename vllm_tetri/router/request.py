@@ -18,6 +18,7 @@ from vllm_tetri.types import InstanceInfo
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 MAX_DEPTH = 100
 MAX_VALUES = 2 << 20  # a prompt of a million token ids fits
 MAX_ENTRIES = 8192  # messages, prompts, documents
@@ -86,6 +87,8 @@ class ApiRequest:
         bounds = (get("max_completion_tokens"), get("max_tokens"))
         self.generates = rules is None or rules.generates  # keeps an engine busy
         self.is_stored = rules is not None and rules.is_stored
+        is_later = self.path != RESPONSES or bool(get("previous_response_id"))
+        self.asks_for_stored = self.is_stored and is_later  # for what an instance may have kept
         self.is_streamed = get("stream") is True
         self.has_choices = num not in (None, 1)  # outputs with a first token each
         self.num_choices = num if _is_int(num) and num > 0 else 1

@@ -73,6 +73,11 @@ class BodyReader:
         """Count the body of an ended request no more."""
         self.held_bytes -= request.get(_HELD_BYTES, 0)
 
+    def hold(self, part_bytes: int, body_bytes: int) -> None:
+        """Count a part of a body, which has so many bytes with it; raises `Refusal` 413 or 503."""
+        self.held_bytes += part_bytes
+        self._check(body_bytes, self.held_bytes)
+
     async def _read_slowly(self, request: web.Request) -> bytes:
         limits, begun_s = self._limits, asyncio.get_running_loop().time()
         body = bytearray()
@@ -89,8 +94,7 @@ class BodyReader:
 
     def _hold(self, request: web.Request, part: bytes) -> bytes:
         request[_HELD_BYTES] = request.get(_HELD_BYTES, 0) + len(part)
-        self.held_bytes += len(part)
-        self._check(request[_HELD_BYTES], self.held_bytes)
+        self.hold(len(part), request[_HELD_BYTES])
         return part
 
     def _check(self, body_bytes: int, bodies_bytes: int) -> None:

@@ -160,8 +160,7 @@ class Output:
             raise Refusal(404, message)
         headers = headers_without(NOT_RETURNED, response.headers) | self._headers()
         passed = web.Response(body=body, status=status, headers=headers)
-        is_new = request.path == "/v1/responses" and not request.body.get("previous_response_id")
-        if request.is_stored and status == 404 and not is_new:
+        if request.asks_for_stored and status == 404:
             self.fallback = passed if self.fallback is None else self.fallback
             raise NotStored(instance.id)
         if status in _SERVER_ERRORS and request.is_stored:
