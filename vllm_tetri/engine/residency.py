@@ -29,11 +29,12 @@ from vllm_tetri.types import InstanceId
 
 _MAX_CHAINS = 1024  # of requests that ended since the last report
 _MAX_CHAIN_BYTES = 1 << 20  # of all their names together
+_MAX_BATCHES = 256  # of events, of a step each, that wait for the agent's thread
 
 
 class CacheLog(EventPublisher):
-    """Stands before the publisher of a scheduler. The engine thread records, the agent's thread
-    takes; a lock guards what they share."""
+    """Stands before the publisher of a scheduler. The engine thread brings events, the agent's
+    thread reads them for its reports, so that steps do not wait; a lock guards what they share."""
 
     def __init__(self, scheduler: Scheduler, blocks: PromptBlocks) -> None:
         super().__init__()
@@ -46,6 +47,7 @@ class CacheLog(EventPublisher):
         self._groups = (None, group)  # that events name
         self._scale = max(1, self.block_tokens // scheduler.hash_block_size)
         self._lock = threading.Lock()
+        self._unread = deque[Any]()  # batches of events
         self._held: set[bytes] = set()
         self._copies = Counter[bytes]()  # blocks of the prefix cache by name
         self._pooled: set[bytes] = set()  # in host memory as well, or only there
@@ -57,12 +59,10 @@ class CacheLog(EventPublisher):
 
     def publish(self, events: Any) -> None:
         if self.is_on:
-            with self._lock:
-                for event in events.events:
-                    if event.__class__ is BlockRemoved and event.group_idx in self._groups:
-                        self._remove(event.block_hashes)
-                    else:
-                        self._record(event)
+            self._unread.append(events)
+            if len(self._unread) >= _MAX_BATCHES:
+                with self._lock:
+                    self._read()
         self._next.publish(events)
 
     def shutdown(self) -> None:
@@ -70,6 +70,15 @@ class CacheLog(EventPublisher):
 
     def get_publisher_config(self) -> Any:
         return self._next.get_publisher_config()
+
+    def _read(self) -> None:
+        """Record what unread events tell, with the lock held."""
+        while self._unread:
+            for event in self._unread.popleft().events:
+                if event.__class__ is BlockRemoved and event.group_idx in self._groups:
+                    self._remove(event.block_hashes)
+                else:
+                    self._record(event)
 
     def _remove(self, block_hashes: Sequence[bytes | int]) -> None:
         for name in map(_name, block_hashes):
@@ -97,11 +106,13 @@ class CacheLog(EventPublisher):
     def keep(self, block_hash: bytes) -> None:
         """Record that a block is in the pool of this instance from now on (engine thread)."""
         with self._lock:
+            self._read()
             self._pooled.add(_name(block_hash))
 
     def drop(self, block_hashes: Sequence[bytes], gone: Sequence[bytes]) -> None:
         """Record that blocks left the pool, and which of them are nowhere here (engine thread)."""
         with self._lock:
+            self._read()
             self._pooled.difference_update(map(_name, block_hashes))
             names = [each for each in map(_name, gone) if each in self._held]
             self._held.difference_update(names)
@@ -150,11 +161,13 @@ class CacheLog(EventPublisher):
         did; or all that is held, as of that report or later."""
         if is_all:
             with self._lock:
+                self._read()
                 held = b"".join(self._held)
             return CacheReport(
                 instance, seq, self.block_tokens, True, held, tail_blocks=self._tail_blocks
             )
         with self._lock:
+            self._read()
             changes, self._changes = self._changes, {}
             chains, self._chains = [*self._chains], deque(maxlen=_MAX_CHAINS)
             was_cleared, self._was_cleared, self._chain_bytes = self._was_cleared, False, 0
