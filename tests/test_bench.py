@@ -71,6 +71,12 @@ def test_stock_has_as_many_replicas_as_our_instances_have_gpus(
     assert bench.replica_options(options, num_gpus) == expected
 
 
+@pytest.mark.parametrize(("tail", "is_eager"), [("", True), ("-O3", False), ("-cc.mode=3", False)])
+def test_both_systems_compile_if_asked_for(tail: str, is_eager: bool) -> None:
+    options = argparse.Namespace(tail=tail.split())
+    assert ("--enforce-eager" in bench.serve_options_of(options, 2)) is is_eager
+
+
 def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path) -> None:
     script = "import subprocess; subprocess.run(['sleep', '1000'])"
     with bench.Child([sys.executable, "-c", script], tmp_path / "log") as process:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from vllm_tetri.admin import opener_for
 from vllm_tetri.errors import UnsupportedError
 from vllm_tetri.launch.guard import guarded
 from vllm_tetri.launch.machine import (
+    COMPILATION,
     free_port,
     inspect,
     is_cpu_build,
     require_vllm,
     serve_options_in,
+    thread_variables,
 )
 from vllm_tetri.router.auth import KEY_VARIABLE
 from vllm_tetri.types import Mode
@@ -135,15 +138,15 @@ def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Run one stock `vllm serve` on all cores or GPUs, and yield its URL when it is ready."""
     port, machine = free_port(), inspect()
     environment = {"VLLM_PLUGINS": "none", "VLLM_NO_USAGE_STATS": "1"}
-    words = [*VLLM, "serve", options.model, *_serve_options(options, 1)]
+    words = [*VLLM, "serve", options.model, *serve_options_of(options, 1)]
     words += ["--host", "127.0.0.1", "--port", str(port)]
     if is_cpu_build():
-        environment["OMP_NUM_THREADS"] = str(len(machine.cores))
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        workers = serve_options_in(options.tail).num_workers
+        environment |= dict(thread_variables(len(machine.cores) // workers))
     else:
         words += replica_options(options, len(machine.gpus))
     url = f"http://127.0.0.1:{port}"
-    with Child(words, folder / "stock.log", environment, machine.cores) as process:
+    with Child(words, folder / "stock.log", environment, tuple(chain(*machine.cores))) as process:
         process.wait_until(lambda: responds(f"{url}/health"), options.start_timeout)
         yield url
 
@@ -156,7 +159,7 @@ def our_cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     words = [*TETRI, "up", options.model, "--port", "0"]
     words += ["--ready-file", str(ready), "--start-timeout", str(options.start_timeout)]
     words += _given(options, ("log-dir", "mode", "prefill", "decode", "both"))
-    words += ["--", *_serve_options(options, _num_instances(options))]
+    words += ["--", *serve_options_of(options, _num_instances(options))]
     with Child(words, folder / "ours.log") as process:
         process.wait_until(ready.exists, options.start_timeout)
         yield json.loads(ready.read_text())["url"]
@@ -241,13 +244,15 @@ def replica_options(options: argparse.Namespace, num_gpus: int) -> list[str]:
     return ["--data-parallel-size", str(replicas)]
 
 
-def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:
-    """Options of every instance: what follows `--`, and on a CPU host equal KV cache in all."""
+def serve_options_of(options: argparse.Namespace, instances: int) -> list[str]:
+    """Options of every instance: what follows `--`, and on a CPU host equal KV cache in all and,
+    as with `up`, no compiling."""
     if not is_cpu_build():
         return list(options.tail)
-    has_cache = "kv-cache-memory-bytes" in serve_options_in(options.tail).names
+    given = serve_options_in(options.tail).names
+    has_cache = "kv-cache-memory-bytes" in given
     cache = [] if has_cache else ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
-    return [*options.tail, *cache, "--enforce-eager"]
+    return [*options.tail, *cache, *([] if given & COMPILATION else ["--enforce-eager"])]
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:

@@ -372,6 +372,12 @@ def test_rules_find_the_labels_that_the_monitor_sets() -> None:
     assert changes["router"]["sourceLabels"] == ["__meta_kubernetes_pod_name"]
 
 
+def test_pods_are_not_drained_before_the_load_was_less_for_so_long() -> None:
+    scaled = one(manifests("full"), "ScaledObject", "decode")["spec"]["advanced"]
+    down = scaled["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+    assert down == {"stabilizationWindowSeconds": 300}
+
+
 def test_autoscaling_counts_every_instance_once(tmp_path: Path) -> None:
     """By Prometheus itself: two routers show the same instances, two of which count."""
     require_command("promtool", "prometheus")

@@ -8,9 +8,9 @@ from dataclasses import replace
 from vllm_tetri.launch import plan, up
 from vllm_tetri.launch.machine import Machine, serve_options_in
 
-CPU = Machine(cores=(0, 1), gpus=(), memory_bytes=32 << 30)
-GPU = Machine(cores=(0, 1), gpus=("0",), memory_bytes=32 << 30)
-GPUS = Machine(cores=(0, 1), gpus=("0", "1", "2", "3"), memory_bytes=32 << 30)
+CPU = Machine(cores=((0,), (1,)), gpus=(), memory_bytes=32 << 30)
+GPU = Machine(cores=((0,), (1,)), gpus=("0",), memory_bytes=32 << 30)
+GPUS = Machine(cores=((0,), (1,)), gpus=("0", "1", "2", "3"), memory_bytes=32 << 30)
 
 
 def options(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:

@@ -19,6 +19,7 @@ from vllm_tetri.launch.machine import (
     Machine,
     ServeOptions,
     ask_vllm,
+    cores_of,
     cpu_facts,
     inspect,
     kv_bytes_each,
@@ -32,11 +33,11 @@ PAIR = [Role.PREFILL, Role.DECODE]
 
 
 def cpu(cores: int, memory_bytes: int = 32 * GIB) -> Machine:
-    return Machine(cores=tuple(range(cores)), gpus=(), memory_bytes=memory_bytes)
+    return Machine(cores_of(range(cores), Path("nowhere")), gpus=(), memory_bytes=memory_bytes)
 
 
 def gpu(*gpus: str) -> Machine:
-    return Machine(cores=(0, 1), gpus=gpus, memory_bytes=GIB)
+    return Machine(cores=((0,), (1,)), gpus=gpus, memory_bytes=GIB)
 
 
 def test_own_cores_are_neighbours_with_as_many_threads() -> None:
@@ -47,6 +48,21 @@ def test_own_cores_are_neighbours_with_as_many_threads() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     assert prefill.nice == decode.nice == 0
+
+
+def test_instances_share_no_core_with_two_threads_and_use_one_thread_of_each(
+    tmp_path: Path,
+) -> None:
+    for number in range(8):
+        topology = tmp_path / f"cpu{number}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    cores = cores_of({7, 0, 1, 2, 4, 5, 6, 3}, tmp_path)
+    assert cores == ((0, 4), (1, 5), (2, 6), (3, 7))
+    prefill, decode = place(PAIR, Machine(cores, (), GIB))
+    assert (prefill.cores, decode.cores) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    assert dict(decode.environment)["OMP_NUM_THREADS"] == "2"
+    assert cores_of({0, 5}, tmp_path) == ((0,), (5,))  # what a container may use
 
 
 def test_prefill_yields_on_shared_cores_and_waiting_threads_soon_sleep() -> None:
@@ -214,6 +230,11 @@ def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
 def test_an_option_that_vllm_refuses_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^after --: unrecognized arguments: --no-such$"):
         ask_vllm(["--model", "m", "--no-such"])
+
+
+def test_what_fails_without_regard_to_options_does_not_blame_them() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)^(?!after --).*no_such_module"):
+        machine.ask("no_such_module", ["--model", "m"])
 
 
 def test_the_kernel_says_what_the_cpu_can_do(tmp_path: Path) -> None:

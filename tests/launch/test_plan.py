@@ -94,6 +94,7 @@ def test_cpu_instances_start_eager_with_a_stated_kv_cache() -> None:
     [
         ("--kv-cache-memory-bytes=1", "--no-enforce-eager"),
         ("--kv_cache_memory_bytes", "1", "-O", "3"),
+        ("--kv-cache-memory", "1", "-cc.mode=3"),  # as vLLM's parser takes them
     ],
 )
 def test_the_users_own_choice_stands(tail: tuple[str, ...]) -> None:

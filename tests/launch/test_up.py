@@ -203,6 +203,7 @@ def test_instances_between_bounds_start_and_drain_as_the_watcher_asks(fake_up: F
     words = fake_up.starts("router")[0]["argv"]
     assert words[words.index("--prefill") + 1] == "1:2"
     assert words[words.index("--decode") + 1] == "1"
+    (fake_up.folder / "by-hand.starts").touch()  # an instance that joined this cluster
     ask(fake_up)
     until(lambda: fake_up.starts("prefill-1"), "one more was started")
     (fake_up.folder / "change").unlink()
@@ -230,6 +231,13 @@ def test_a_cluster_does_without_an_instance_more_that_cannot_be_started(fake_up:
     assert "prefill-1 refused its options" in output
     assert "not tried again for 60 s" in output
     assert len(fake_up.starts("prefill-1")) == 1
+
+
+def test_a_second_one_that_cannot_start_leaves_the_firsts_ready_file(fake_up: FakeUp) -> None:
+    fake_up.ready_file.write_text("of the first")
+    fake_up.start("--host=203.0.113.7", "--port=8000")
+    assert fake_up.end()[0] == 2
+    assert fake_up.ready_file.read_text() == "of the first"
 
 
 @pytest.mark.parametrize(

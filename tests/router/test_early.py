@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from tests.router.writers import (
     prefill,
 )
 from vllm_tetri.handover import DecodeParams
+from vllm_tetri.router.request import parse_request
 
 
 def legs(instance: FakeInstance) -> list[DecodeParams]:
@@ -130,3 +132,23 @@ async def test_a_leg_that_needs_more_than_the_token_is_not_opened_early(
     async with cluster(*trio(prefill(release=release), continuation)) as made:
         assert (await made.ask(**body))[0] == 200
         assert not any(leg.is_early for leg in legs(made["d1"]))
+
+
+@pytest.mark.parametrize(
+    ("more", "is_early"), [({}, True), ({"tool_choice": None}, False), ({"stop": "x"}, False)]
+)
+async def test_no_text_is_shown_that_a_parser_may_keep(
+    more: dict[str, Any], is_early: bool
+) -> None:
+    """vLLM parses tools with `"tool_choice": null`, too, though not where it is absent."""
+    parsed = parse_request(CHAT, json.dumps(body_of(CHAT) | more).encode(), {})
+    assert parsed.may_decode_early is is_early
+
+
+async def test_a_suffix_is_in_the_prompt_that_decode_gets() -> None:
+    async with cluster(*trio(prefill(), continuation)) as made:
+        status, *_ = await made.ask(COMPLETION, **body_of(COMPLETION) | {"suffix": "return 1"})
+        assert status == 200
+        calls = [call for each in made.instances.values() for call in each.calls]
+        suffixes = [call.body.get("suffix") for call in calls]
+        assert sorted(map(str, suffixes)) == ["None", "return 1"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually, pair
+from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually, metric, pair
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.types import Role
 
@@ -46,6 +46,7 @@ async def test_an_unknown_model_is_not_found() -> None:
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, 404, "model")
         assert headers["x-tetri-error"] == "model_not_found"
         assert_shaped(answer)
+        assert await metric(made, 'tetri_requests_total{outcome="rejected",route="none"}') == 1
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
@@ -68,6 +69,7 @@ async def test_without_instances_retry_after_is_sent() -> None:
     async with cluster() as made:
         status, answer, headers = await made.ask()
         assert (status, headers["Retry-After"]) == (503, "1")
+        assert await metric(made, 'tetri_requests_total{outcome="error",route="none"}') == 1
         assert_shaped(answer)
         assert await health(made) == {503}
         async with made.client.get(made.url + "/livez") as response:

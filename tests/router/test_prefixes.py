@@ -75,6 +75,32 @@ def test_another_question_behind_the_same_system_prompt_shares_that() -> None:
     assert index.find(chat({**SYSTEM, "content": "Be long."}, user("What is a tree?"))) is None
 
 
+def picture(url: str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": "What is this?"}]
+    return {"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": url}}]}
+
+
+def test_images_count_as_some_text_however_many_bytes_they_have() -> None:
+    image = "data:image/png;base64," + "A" * (1 << 20)
+    index, asked = PrefixIndex(), chat(SYSTEM, picture(image))
+    learn(index, chat(SYSTEM, user("What is a tree?")), chain(31), 500)
+    known = index.find(asked)
+    assert known is not None
+    assert 400 < known.common_tokens <= 500 < known.prompt_tokens < 3000
+    index = PrefixIndex()
+    learn(index, asked, chain(130), 2100)
+    known = index.find(asked)
+    assert known is not None
+    assert known.prompt_tokens == known.common_tokens + 20 == 2100  # 130 blocks
+    other = index.find(chat(SYSTEM, picture(image + "B")))
+    assert other is not None
+    assert other.common_tokens < 1200  # another image has nothing to do with it
+    text = index.find(chat(SYSTEM, user("How high is the Eiffel tower? " * 20)))
+    assert text is not None
+    assert 300 < text.common_tokens < text.prompt_tokens < 1500
+    assert len(asked) < 10
+
+
 @pytest.mark.parametrize(
     "other",
     [{"cache_salt": "tenant"}, {"tools": [{"type": "function"}]}, {"model": "m2"},
@@ -128,7 +154,7 @@ def test_reports_of_unknown_requests_teach_nothing() -> None:
 
 
 def test_what_was_used_least_recently_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_MAX_NAMES", 110)
+    monkeypatch.setattr(prefixes, "_MAX_NAMES", 200)
     index, asked = PrefixIndex(), [chat(user(text)) for text in "abcd"]
     for starts in asked[:2]:
         learn(index, starts, chain(50), 640)

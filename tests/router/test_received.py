@@ -228,6 +228,22 @@ def test_an_event_that_only_tells_an_id_is_not_for_the_client() -> None:
     assert StreamRecord(is_chat=True, hides_ids=False).feed(silent) == silent
 
 
+def test_a_token_of_which_a_parser_holds_the_text_back_is_not_lost() -> None:
+    """The client has `<`; the instance tells the next token before it knows what both mean."""
+    base = {"index": 0, "logprobs": None, "finish_reason": None}
+    record = StreamRecord(is_chat=True, hides_ids=False)
+    record.feed(chunk({**base, "delta": {"content": "<"}, "token_ids": [27]}))
+    record.begin_continuation()
+    held = chunk({**base, "delta": {}, "token_ids": [27, 79]})
+    told = chunk({**base, "delta": {"content": "<p>"}, "token_ids": [29]})
+    got = record.feed(held) + record.feed(told)
+    choices = [json.loads(each[6:])["choices"][0] for each in got.split(b"\n\n")[:-1]]
+    assert [each["token_ids"] for each in choices] == [[79], [29]]
+    assert [each["delta"].get("content") for each in choices] == [None, "p>"]
+    record.settle()
+    assert record.token_ids == [27, 79, 29]
+
+
 def delta(index: int, **said: Any) -> dict[str, Any]:
     return {"index": index, "delta": said, "logprobs": None, "finish_reason": None}
 

@@ -156,7 +156,8 @@ class KeptCluster:
             content = await router.get_json(_INSTANCES)
             rows = content.get("instances", ())
             is_done = all(row["state"] == "ready" for row in rows)
-            if is_done and {row["id"] for row in rows} == self._here and content.get("change"):
+            is_here = self._here <= {row["id"] for row in rows}  # others were started by hand
+            if is_done and is_here and content.get("change"):
                 return dict(content["change"])
         return {}
 

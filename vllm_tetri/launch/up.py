@@ -98,11 +98,6 @@ def run(options: argparse.Namespace) -> int:
         os.environ[LEVEL_VARIABLE] = options.log_level
     configure_logging()
     require_vllm()
-    if options.ready_file is not None:
-        try:
-            options.ready_file.unlink(missing_ok=True)  # of a cluster that was killed
-        except OSError as error:
-            raise ConfigError(f"--ready-file {options.ready_file}: {error}") from error
     serve = read_serve_options(options.model, options.tail)
     _refuse_of_others(options)
     # One of several routers decides on roles; the kernel forgets the lease when it ends.
@@ -110,6 +105,11 @@ def run(options: argparse.Namespace) -> int:
         options.flip_lease = in_memory("tetri-lease")
     with claim(CONTROL_PORT) as is_ours, _nodes(options, serve) as (nodes, machine):
         plan = make_plan(options, machine, serve, may_take_default=is_ours)
+        if options.ready_file is not None:
+            try:
+                options.ready_file.unlink(missing_ok=True)  # of a cluster that was killed
+            except OSError as error:
+                raise ConfigError(f"--ready-file {options.ready_file}: {error}") from error
         if options.log_dir is not None:
             try:
                 options.log_dir.mkdir(parents=True, exist_ok=True)

@@ -345,8 +345,10 @@ class Placer:
         bound, num = request.max_tokens, request.num_choices
         if bound is not None and (bound < tokens or request.ignores_eos):
             tokens = float(bound)
-        if rows and (most := rows[0].view.info.max_model_len) < tokens:
-            tokens = float(most)
+        if rows:  # an estimate may be wrong; vLLM refuses what is longer
+            most = rows[0].view.info.max_model_len
+            tokens = tokens if tokens < most else float(most)
+            prompt_tokens = prompt_tokens if prompt_tokens < most else most
         prompt_tokens = prompt_tokens if prompt_tokens > 1 else 1  # a body may be empty
         return Need(prompt_tokens, tokens * (num if num < _MAX_CHOICES else _MAX_CHOICES))
 

@@ -26,8 +26,10 @@ from vllm_tetri.types import InstanceId
 _PIECE_BYTES = 1024
 _MAX_PIECES = 2048
 _MAX_HOLDERS = 4
-_MAX_NAMES = 1 << 22  # of blocks in chains, all together
-_MAX_PENDING = 1 << 14
+_MAX_NAMES = 1 << 25  # of blocks in chains, all together, 8 bytes each
+_START_NAMES = 48  # take as much memory as what is kept of a start beside its chain
+_MAX_PENDING = 1 << 19  # starts of requests that have not ended
+_MEDIA_BYTES = 4096  # of text have about as many tokens as an image
 _PENDING_S = 900.0  # in which a request must end
 # What changes a prompt's tokens beside its messages or text, or parts tenants.
 _BASE = ("model", "cache_salt", "tools", "functions", "documents", "chat_template",
@@ -60,7 +62,7 @@ class _Learnt(NamedTuple):
     is_end: bool  # it is a whole prompt
     bytes_per_token: float
     holders: tuple[InstanceId, ...]
-    share: int  # of the chain's names, among the starts that have it
+    share: int  # of the chain's names, among the starts that have it, and its own size
 
 
 class PrefixIndex:
@@ -69,7 +71,9 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._learnt = LRUCache[bytes, _Learnt](_MAX_NAMES, lambda each: each.share)
-        self._pending: TTLCache[str, list[Start]] = TTLCache(_MAX_PENDING, _PENDING_S)
+        self._pending: TTLCache[str, list[Start]] = TTLCache(
+            _MAX_PENDING, _PENDING_S, getsizeof=len
+        )
 
     def expect(self, entry: str, starts: list[Start]) -> None:
         """Keep the starts of a request that was sent to an instance, until its chain comes."""
@@ -81,7 +85,7 @@ class PrefixIndex:
         starts = find_named(vllm_name, self._pending.get)
         if not starts:
             return
-        num_bytes, share = starts[-1].num_bytes, 1 + len(chain.names) // len(starts)
+        num_bytes, share = starts[-1].num_bytes, _START_NAMES + len(chain.names) // len(starts)
         for start in starts:
             is_end = start is starts[-1]
             tokens = prompt_tokens * start.num_bytes // num_bytes
@@ -136,7 +140,7 @@ def _pieces(body: dict[str, Any], *, is_chat: bool) -> Iterator[tuple[bytes, int
         for message, following in pairwise([*messages, None]):
             is_answer = isinstance(following, dict) and following.get("role") == "assistant"
             num_bytes = len(msgspec.json.encode(following)) if is_answer else 0
-            yield from _cut(msgspec.json.encode(message), num_bytes)
+            yield from _cut(msgspec.json.encode(_without_media(message)), num_bytes)
         return
     prompt = body.get("prompt")
     if isinstance(prompt, str):
@@ -144,6 +148,22 @@ def _pieces(body: dict[str, Any], *, is_chat: bool) -> Iterator[tuple[bytes, int
     elif isinstance(prompt, list):
         with suppress(OverflowError, TypeError):  # no token ids
             yield from _cut(array("q", prompt).tobytes(), 0)
+
+
+def _without_media(message: Any) -> Any:
+    """Put in the place of an image, a video or a sound its digest, as long as a text of about as
+    many tokens: how many bytes it has says nothing."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    return {**message, "content": [_medium_or_text(each) for each in parts]}
+
+
+def _medium_or_text(part: Any) -> Any:
+    if not isinstance(part, dict) or "text" in part:
+        return part
+    digest = blake2b(msgspec.json.encode(part, order="sorted"), digest_size=16)
+    return digest.hexdigest().ljust(_MEDIA_BYTES)
 
 
 def _cut(text: bytes, answer_bytes: int) -> Iterator[tuple[bytes, int]]:

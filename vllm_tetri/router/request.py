@@ -32,8 +32,8 @@ _SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
 _ENDS = {"stop", "stop_token_ids", "ignore_eos"}
 # What a request for KV alone does without.
 _NOT_FETCHED = {*_ENDS, "stream_options", "max_completion_tokens", "min_tokens", "logprobs",
-                "top_logprobs", "response_format", "structured_outputs",
-                "return_token_ids"}  # fmt: skip
+                "top_logprobs", "logprob_token_ids", "response_format",
+                "structured_outputs", "return_token_ids"}  # fmt: skip
 _OF_CACHE = ("cache_salt", "priority")  # what a request for a token keeps
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
 _IDS_WANTED = {"return_token_ids": True}
@@ -101,7 +101,8 @@ class ApiRequest:
         self.wants_usage = bool(options.get("include_usage"))
         self.wants_usage_each = self.wants_usage and bool(options.get("continuous_usage_stats"))
         self.is_seeded = get("seed") is not None
-        self.is_text = not any(map(get, _STRUCTURED))  # the text of its tokens, no tool calls
+        # The text of its tokens, no tool calls; vLLM looks for these with `"tool_choice": null`, too.
+        self.is_text = not (any(map(get, _STRUCTURED)) or "tool_choice" in self.body)
         # A token's text can be sent before the next is known.
         self.is_plain = self.is_text and not any(map(get, _SHAPED))
         # Decode needs only the prefill response's token.
@@ -171,7 +172,9 @@ class ApiRequest:
         if self.is_recorded(instance):
             body = {**body, **_IDS_WANTED}
         if prompt_token_ids and self.path == COMPLETIONS:
-            body = {**body, "prompt": prompt_token_ids}
+            # vLLM has written a suffix (fill in the middle) into the prompt already.
+            body = {key: value for key, value in body.items() if key != "suffix"}
+            body["prompt"] = prompt_token_ids
         elif prompt_token_ids and not body.get("return_prompt_text"):
             carried = {**carried, _PROMPT_IDS: prompt_token_ids}
         return msgspec.json.encode({**body, FIELD: carried})

@@ -314,7 +314,8 @@ class StreamRecord:
             raise ContinuationMismatch(f"it ends before {due.texts!r}")
         if not is_left:
             due.token_ids = []
-        return event(chunk) if has_more or not is_left else b""
+        # A parser may hold text back of which the client has a part, and tokens behind it.
+        return event(chunk) if has_more or not is_left or choice.get("token_ids") else b""
 
     def _strip(self, choice: dict[str, Any], due: _Said) -> bool:
         """Remove the received output from a choice; returns whether anything is left that the

@@ -34,6 +34,7 @@ RECOVERS_S = 2.0
 MAX_CRASHES = 2
 CRASHES_EXPIRE_S = 300.0
 MAX_SUSPECTS = 4096
+POISON = "poison_request"
 # The same process cannot crash twice, but in a container the next one may have the same number.
 _RESTART_S = 10.0
 
@@ -92,7 +93,7 @@ class PoisonFilter:
             500,
             f"{MAX_CRASHES} engines crashed while they had this request; it is refused for "
             f"{ceil(left_s)} s: change it, or send it again after that",
-            kind="poison_request",
+            kind=POISON,
         )
 
     async def _record_crash(self, digest: bytes, instance: InstanceInfo) -> None:

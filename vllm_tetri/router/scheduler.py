@@ -30,7 +30,7 @@ from vllm_tetri.router.moves import Moves
 from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
 from vllm_tetri.router.request import ApiRequest
-from vllm_tetri.router.retry import PoisonFilter
+from vllm_tetri.router.retry import POISON, PoisonFilter
 from vllm_tetri.router.table import Entry, RequestTable, Shares, Trace
 from vllm_tetri.router.tracing import Tracing
 from vllm_tetri.router.upstream import Liveness, Upstream
@@ -151,11 +151,18 @@ class GlobalScheduler:
     async def admit(self, request: ApiRequest) -> ApiRequest:
         """Return a request with the model that serves it; raises `Refusal` if none does, or if it
         is expected to be late or to crash its engine."""
-        if request.generates:
+        if not request.generates:
+            return request
+        try:
             names = await self._ready_models(request.model)
             if request.rules is None:
                 request = self._with_model(request, names)
-            self._refuse_poison_or_late(request)
+            self.poison.check(request)
+            if request.rules is None:
+                self.placer.refuse_late(request)
+        except Refusal as refusal:
+            self._record_refused(request, refusal)
+            raise
         return request
 
     async def serve(self, request: ApiRequest, http: web.Request) -> web.StreamResponse:
@@ -316,15 +323,10 @@ class GlobalScheduler:
             raise Refusal(400, f"the body names no model; choose one of {known}", param="model")
         return replace(request, model=next(iter(canonical)))
 
-    def _refuse_poison_or_late(self, request: ApiRequest) -> None:
-        try:
-            self.poison.check(request)
-            if request.rules is None:
-                self.placer.refuse_late(request)
-        except Refusal as refusal:
-            outcome = "late" if refusal.kind == LATE else "poison"
-            now = time.monotonic()
-            entry = self.table.enter(request.request_id, now=now, is_counted=False)
-            self.metrics.requests.labels("none", outcome).inc()
-            self.history.record(entry, "none", outcome, str(refusal), now)
-            raise
+    def _record_refused(self, request: ApiRequest, refusal: Refusal) -> None:
+        """Record a request that is not begun."""
+        outcome, now = "error" if refusal.status >= 500 else "rejected", time.monotonic()
+        outcome = {LATE: "late", POISON: "poison"}.get(refusal.kind, outcome)
+        entry = self.table.enter(request.request_id, now=now, is_counted=False)
+        self.metrics.requests.labels("none", outcome).inc()
+        self.history.record(entry, "none", outcome, str(refusal), now)

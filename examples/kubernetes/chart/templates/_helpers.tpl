@@ -1,5 +1,5 @@
 {{- define "tetri.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 34 | trimSuffix "-" -}}
 {{- end }}
 
 {{- define "tetri.labels" -}}
