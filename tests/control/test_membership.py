@@ -192,6 +192,16 @@ def test_of_two_routers_the_one_that_knows_more_counts(
         assert (one.state, one.seq) == (state, 3)
 
 
+def test_what_a_router_told_that_is_gone_yields_to_what_others_tell() -> None:
+    store = ViewStore()
+    store.observe(1, seen("ready", 0.05), 10.0)
+    assert store.snapshot(14.0).view.instances[0].state == "ready"  # better than nothing
+    store.observe(0, seen("silent", 5.05), 15.0)  # of a host that both lost
+    assert store.snapshot(15.0).view.instances[0].state == "silent"
+    store.observe(0, Poll("router", 2, 1, (), []), 16.0)  # it said goodbye
+    assert store.snapshot(16.0).view.instances == ()
+
+
 def test_an_instance_that_no_router_heard_for_a_minute_leaves_the_view() -> None:
     store = ViewStore()
     store.observe(0, seen("ready", 1.0), 10.0)

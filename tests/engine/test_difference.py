@@ -312,9 +312,16 @@ def test_what_waits_for_its_difference_is_not_evicted(pair: Pair, early: Any) ->
     assert (pair.decode.load().kv_gone, pair.decode.endpoint.receives.loads_done) == (0, 2)
 
 
-@pytest.mark.parametrize("policy", ["greedy", "reserve-dynamic"])
-def test_pins_stand_in_no_prompts_way(tmp_path: Path, policy: str) -> None:
-    with talking(tmp_path, decode={"decode_policy": policy}) as pair:
+@pytest.mark.parametrize(
+    "decode",
+    [
+        {"decode_policy": "greedy"},
+        {"decode_policy": "reserve-dynamic"},
+        {"prefill_policy": "srtf"},  # which asks vLLM only where it expects room
+    ],
+)
+def test_pins_stand_in_no_prompts_way(tmp_path: Path, decode: dict[str, str]) -> None:
+    with talking(tmp_path, decode=decode, transfer_timeout_s=100.0) as pair:
         request = pair.receive("a", SECOND, held_tokens=HELD, is_early=True)
         serve_others(pair.decode, 1, 61 * BLOCK)  # of 63 blocks
         assert pair.decode.load().blocks_used == 0

@@ -119,6 +119,27 @@ def test_layers_that_have_no_hooks_leave_at_the_end(
     assert pair.decode.endpoint.receives.loads_done == 2
 
 
+def test_a_transfer_that_fails_before_drafts_are_computed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V1 asks for the results of a step before a draft model has computed its layers."""
+    engine, (worker,) = pair.prefill, pair.prefill.workers
+    engine.drafts = True
+    results = worker.get_transfer_results
+
+    def fail_and_get(finished: set[str]) -> Any:
+        if (sending := engine.kv_worker.sending.get("a")) is not None:
+            over = TransferState.FAILED, TransferState.CANCELLED
+            eventually(lambda: sending.transfer.state in over and sending.transfer.quiesced)
+        return results(finished)
+
+    monkeypatch.setattr(worker, "get_transfer_results", fail_and_get)
+    pair.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
+    pair.send("a", prompt(CHUNK))
+    engine.run_until(lambda: "a" in engine.finished)
+    pair.settle()
+
+
 def test_parts_that_another_number_of_ranks_reads(tmp_path: Path) -> None:
     pair = Pair(tmp_path, num_ranks=(2, 1), num_heads=2, push="layer", arena_bytes=1 << 20)
     for name, num_tokens in (("a", 50), ("b", 3 * CHUNK + 5)):

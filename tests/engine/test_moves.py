@@ -18,6 +18,7 @@ from vllm_tetri.types import RequestId, TransferId
 HERE, THERE = "cmpl-x-0-1111", "cmpl-x-0-2222"  # vLLM's names of one request
 TOKENS = prompt(70)
 NUM_OUTPUT = 800
+GONE = "it has ended, or one of its choices, or another router's has its name"
 TRANSFER = TransferId("router/move")
 
 pytestmark = pytest.mark.usefixtures("continues")
@@ -191,11 +192,7 @@ def test_an_output_that_does_not_move_here_ends_here(both: Both) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "problem"),
-    [
-        ("x", {"num_choices": 2}, "it has ended, or one of its choices"),
-        ("unknown", {}, "it has ended, or one of its choices"),
-    ],
+    ("name", "options", "problem"), [("x", {"num_choices": 2}, GONE), ("unknown", {}, GONE)]
 )
 def test_what_is_not_here_does_not_move(both: Both, name: str, options: Any, problem: str) -> None:
     endpoint, there = both.there.info.kv_endpoint, both.there.info.id
@@ -225,3 +222,25 @@ def test_an_instance_whose_kv_may_change_moves_nothing(both: Both) -> None:
     both.order("router/again")
     assert both.answer().problem == "its KV may become invalid"
     both.stays()
+
+
+def test_a_request_whose_name_only_looks_alike_does_not_move(tmp_path: Path) -> None:
+    """Names are those of clients; vLLM puts its own behind them."""
+    with made(tmp_path) as both:
+        both.here.add("cmpl-x-0-0-3333", prompt(40, seed=5), max_tokens=NUM_OUTPUT)
+        both.here.run_until(lambda: "cmpl-x-0-0-3333" in both.here.outputs)
+        both.order()
+        assert len(both.answer().kv_tokens) == 1
+        both.stays()
+        both.here.abort("cmpl-x-0-0-3333")
+
+
+def test_two_requests_of_one_name_do_not_move(tmp_path: Path) -> None:
+    """Each of two routers has one: which of them is meant is unknown."""
+    with made(tmp_path) as both:
+        both.here.add("cmpl-x-0-3333", prompt(40, seed=5), max_tokens=NUM_OUTPUT)
+        both.here.run_until(lambda: "cmpl-x-0-3333" in both.here.outputs)
+        both.order()
+        assert both.answer().problem == GONE
+        both.run(lambda: both.here.finished.keys() >= {HERE, "cmpl-x-0-3333"})
+        assert both.here.outputs["cmpl-x-0-3333"] == [7] * NUM_OUTPUT

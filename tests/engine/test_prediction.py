@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,10 +255,15 @@ def test_a_map_that_is_damaged_or_of_another_model_is_not_used(
 
 
 def ended(
-    status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False, max_tokens: int = 900
+    status: RequestStatus,
+    num_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    max_tokens: int = 900,
+    stop: Sequence[str] = (),
 ) -> Any:
     """As much of a request as tells how it ended."""
-    sampling = SimpleNamespace(ignore_eos=ignore_eos)
+    sampling = SimpleNamespace(ignore_eos=ignore_eos, stop=stop)
     return SimpleNamespace(
         request_id="a",
         lora_request=None,
@@ -289,6 +294,8 @@ OF_THIRD = OutputLengths(Lengths(), lambda name: THIRD, window=10_000)
         (ended(RequestStatus.FINISHED_STOPPED, 3), True),
         (ended(RequestStatus.FINISHED_STOPPED, 1, max_tokens=1), False),
         (ended(RequestStatus.FINISHED_ABORTED, 3), False),
+        (ended(RequestStatus.FINISHED_ABORTED, 3, stop=["."]), True),  # vLLM's server found it
+        (ended(RequestStatus.FINISHED_ABORTED, 0, stop=["."]), False),
         (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3), False),
         (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3, ignore_eos=True), True),
         (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 5000), True),

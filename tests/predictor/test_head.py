@@ -173,6 +173,24 @@ def test_an_output_of_another_instance_is_learnt_by_its_transfer(head: HeadPredi
     eventually(lambda: head.learner.num_samples == 40, 10, "all were learnt once")
 
 
+def test_a_state_that_comes_after_its_prompt_was_handed_over_is_learnt(tmp_path: Path) -> None:
+    head = HeadPredictor(tmp_path / "head.json", WIDTH)
+    for at in range(40):
+        name, (state, length) = f"r{at}", output()
+        head.ask(Query(name, [1]))
+        assert head.wants(name, 0)
+        head.park(name, f"t{at}")
+        head.take(name, state)
+        head.take(name, state)  # once is enough
+        head.learn(f"t{at}", length, is_cut=False)
+    head.ask(Query("a", [1]))
+    head.park("a", "t")  # nothing of it was computed
+    head.take("a", output()[0])
+    head.learn("t", 5, is_cut=False)
+    head.close()
+    assert head.learner.num_samples == 40
+
+
 def test_of_an_output_one_state_is_learnt(tmp_path: Path) -> None:
     head = HeadPredictor(tmp_path / "head.json", WIDTH)
     for at in range(40):

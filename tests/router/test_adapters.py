@@ -86,6 +86,26 @@ async def test_requests_of_an_adapter_go_where_it_is() -> None:
         assert (status, answer["by"]) == (200, "c")
 
 
+async def test_requests_that_come_at_once_all_find_an_adapter_of_another_router() -> None:
+    async with cluster(*(FakeInstance(name, Role.BOTH) for name in "ab")) as made:
+        made["b"].adapters["lora-b"] = ("/b", "d")
+        asked = [made.ask(model="lora-b", prompt="x") for _ in range(8)]
+        assert [status for status, *_ in await asyncio.gather(*asked)] == [200] * 8
+
+
+async def test_an_order_that_a_silent_instance_would_miss_is_refused() -> None:
+    async with cluster(*(FakeInstance(name, Role.BOTH) for name in "ab")) as made:
+        made["b"].speaks.clear()
+        await eventually(lambda: made.scheduler.monitor.view_of(made["b"].id).state == "silent")
+        status, answer, _ = await made.ask(LOAD, **ORDER)
+        assert (status, answer["error"]["message"].partition(";")[0]) == (503, "b is silent")
+        assert not made["a"].adapters
+        made["b"].speaks.set()
+        await eventually(lambda: made.scheduler.monitor.view_of(made["b"].id).state == "ready")
+        assert (await made.ask(LOAD, **ORDER))[0] == 200
+        assert made["a"].adapters == made["b"].adapters != {}
+
+
 async def test_a_server_loads_once_for_all_its_ranks() -> None:
     async with cluster(*ranks(Role.BOTH, Role.BOTH)) as made:
         for _ in range(2):

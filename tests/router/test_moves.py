@@ -337,3 +337,14 @@ async def test_an_order_that_makes_no_sense_is_refused(body: Any, status: int) -
         both.goes_on.set()
         is_whole(*await asking, COMPLETION)
         assert both.a.moves == []
+
+
+async def test_an_output_whose_instance_hangs_in_its_move_goes_on_at_once() -> None:
+    """The instance that would take it computes it, and does not wait for KV that never comes."""
+    async with stage() as both:
+        asking = asyncio.create_task(stream_of(both.made, COMPLETION))
+        transfer = await both.moving()
+        both.a.speaks.clear()
+        await eventually(lambda: transfer in both.b.lost)
+        both.begins.set()
+        is_whole(*await asking, COMPLETION)

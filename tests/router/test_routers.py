@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 
 from tests.router.fakes import FakeInstance, Watching, door, eventually, hang
 from vllm_tetri import cli
-from vllm_tetri.launch.machine import free_port
+from vllm_tetri.launch.machine import free_port, is_port_free
 from vllm_tetri.messages import FlipRole, Placed
 from vllm_tetri.policy.route import Route
 from vllm_tetri.router.flips import FileLease
@@ -62,6 +63,26 @@ async def test_sigterm_lets_requests_end_and_a_second_one_does_not(ends_at_once:
                     one.chunk_gate.set()
                     assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
                     assert await asyncio.to_thread(router.wait, 20) == 0
+
+
+async def test_sigterm_lets_a_body_arrive_that_has_begun() -> None:
+    control, one = f"tcp://127.0.0.1:{free_port()}", FakeInstance("b", Role.BOTH)
+    body = json.dumps({"model": "tiny", "prompt": "hello"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\n"
+    head += b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with joined([one], control), aiohttp.ClientSession() as client:
+        with router_process(control) as (router, url):
+            await until_serving(client, url, 1)
+            port = int(url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            router.send_signal(signal.SIGTERM)
+            await eventually(lambda: is_port_free(port))
+            writer.write(body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            assert await asyncio.to_thread(router.wait, 20) == 0
 
 
 async def test_sigterm_ends_requests_when_their_time_is_over() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from vllm_tetri.types import (
 
 GONE_AFTER_S = 60.0
 _STALE_S = 1.0  # merge again after this time without a poll: silent instances must leave
+_OLD_VIEW_S = 2.0  # what a router told before counts only if no other one told anything since
 _SAME_AGE_S = 1.0  # routers hear an instance within one report period of each other
 # One router may know more than another: first that an instance is ready, then that it ends.
 _CERTAINTY = {InstanceState.READY: 1, InstanceState.FLIPPING: 2, InstanceState.DRAINING: 3}
@@ -82,21 +83,21 @@ class ViewStore:
         return snapshot
 
 
-def _merge(received: Iterable[_Received], now: float) -> ClusterView:
+def _merge(received: Collection[_Received], now: float) -> ClusterView:
     """Every instance once, as the best-informed router describes it."""
     best: dict[InstanceId, InstanceView] = {}
-    newest: _Received | None = None
+    newest = max(received, key=attrgetter("at_s"), default=None)
+    if newest is None:
+        return ClusterView()
     for one in received:
-        if newest is None or one.at_s > newest.at_s:
-            newest = one
+        if newest.at_s - one.at_s > _OLD_VIEW_S:
+            continue  # its router is gone: the others know more
         since_s = max(0.0, now - one.at_s)
         for info, row in zip(one.infos, one.poll.rows or (), strict=True):
             aged = InstanceView(info, row.state, row.load, row.age_s + since_s, row.seq)
             other = best.get(info.id)
             if aged.age_s < GONE_AFTER_S and (other is None or _supersedes(aged, other)):
                 best[info.id] = aged
-    if newest is None:
-        return ClusterView()
     return ClusterView(newest.poll.router, newest.poll.seq, tuple(best.values()))
 
 

@@ -127,6 +127,12 @@ class Pins:
         self._groups: dict[str, tuple[Sequence[KVCacheBlock], ...]] = {}  # by request
         self._asking: set[str] = set()
 
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are kept, of the group with the most."""
+        held = (max(map(len, groups), default=0) for groups in self._groups.values())
+        return sum(held) if self._groups else 0
+
     def hold(self, request: Request) -> int:
         """Keep what is cached of a request that waits, and return how many tokens that are."""
         found, num_tokens, *_ = self._cache.get_computed_blocks(request)

@@ -77,7 +77,7 @@ try:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-    from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats
+    from vllm.v1.metrics.stats import IterationStats, PrefillStats, PrefixCacheStats
     from vllm.v1.outputs import KVConnectorOutput, LogprobsLists
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
@@ -93,6 +93,19 @@ except (ImportError, AttributeError) as error:  # it names what is missing, and 
 def is_cpu() -> bool:
     """Whether vLLM computes on the CPU."""
     return bool(current_platform.is_cpu())
+
+
+def diffusion_scheduler(config: Any) -> type[Scheduler] | None:
+    """Return vLLM's scheduler for a model that generates by diffusion; None for others."""
+    if getattr(config, "diffusion_config", None) is None:
+        return None
+    from vllm.v1.core.sched import diffusion_scheduler as theirs
+
+    is_async = config.scheduler_config.async_scheduling
+    found: type[Scheduler] = (
+        theirs.DiffusionAsyncScheduler if is_async else theirs.DiffusionScheduler
+    )
+    return found
 
 
 def memory_node(gpu: int) -> int | None:
@@ -250,7 +263,7 @@ ATTRIBUTES = {
         "append_output_token_ids",  # R: prior output, before the request is queued
         "sampling_params",  # R
         "structured_output_request",  # R: .grammar, None until it is compiled
-        "skip_reading_prefix_cache",  # R, W: True where prior output follows the prompt
+        "skip_reading_prefix_cache",  # R: the prompt is to be computed as a whole
         "num_preemptions",  # R
         "prefill_stats",  # R, W: .num_cached_tokens of a prompt whose KV came
         "status",  # R

@@ -264,15 +264,16 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint.cache.record_request(request)
         if (served := endpoint.times.take(request)) is not None:
             endpoint.agent.publish(served, is_urgent=False)
+        moved_by = endpoint.moves.moved_by(request)
         must_stay, prefilled = endpoint.moves.finish(request), None
         if must_stay is None:
             must_stay, prefilled = endpoint.sends.finish(request, block_ids)
         self._send_notes()
-        if prefilled is None:
+        if prefilled is None and not moved_by:
             endpoint.scheduler.record_decoded(request)
         # Its length is told by the instance that decodes it, if there is one.
-        told_by = prefilled.transfer if prefilled is not None and prefilled.decode else ""
-        endpoint.predictions.end(request.request_id, told_by)
+        told_by = prefilled.transfer if prefilled is not None and prefilled.decode else moved_by
+        endpoint.predictions.end(request, told_by)
         endpoint.dispatcher.policy.forget(request.request_id)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 

@@ -26,6 +26,7 @@ from vllm_tetri.engine.compat import (
     EngineCoreOutput,
     LogprobsLists,
     NewRequestData,
+    PrefillStats,
     Request,
     RequestStatus,
     Scheduler,
@@ -161,6 +162,7 @@ def pass_on_logprobs(outputs: list[EngineCoreOutput]) -> None:
 class _Entry:
     token_ids: list[int]
     logprobs: LogprobsLists | None
+    cached_tokens: int | None  # of the prompt, for its client; None: as counted here
     is_shown: bool = False
 
 
@@ -184,7 +186,9 @@ class Continuations:
         self.num_continued = 0
         self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
 
-    def begin(self, request: Request, prior_output: PriorOutput) -> None:
+    def begin(
+        self, request: Request, prior_output: PriorOutput, cached_tokens: int | None = None
+    ) -> None:
         """Append prior output to a request that is not queued yet. A request that cannot be
         continued exactly computes its output again."""
         token_ids = list(prior_output.token_ids)
@@ -211,7 +215,7 @@ class Continuations:
             # counts that; this one's was counted where it began.
             request.prefill_stats = None
         request.append_output_token_ids(token_ids)
-        self.entries[request.request_id] = _Entry(token_ids, logprobs)
+        self.entries[request.request_id] = _Entry(token_ids, logprobs, cached_tokens)
         self.num_continued += 1
 
     def begin_late(self, request: Request, prior_output: PriorOutput) -> None:
@@ -272,8 +276,11 @@ class Continuations:
                 continue
             entry.is_shown = True
             shown.append(output.request_id)
-            if output.prefill_stats is not None:  # metrics count a prompt on its first instance
-                output.prefill_stats.num_prompt_tokens = 0
+            # Metrics count a prompt on its first instance.
+            stats = output.prefill_stats = output.prefill_stats or PrefillStats()
+            stats.num_prompt_tokens = 0
+            if entry.cached_tokens is not None:
+                stats.num_cached_tokens = entry.cached_tokens
             output.new_token_ids = [*entry.token_ids, *output.new_token_ids]
             if entry.logprobs is not None and output.new_logprobs is not None:
                 output.new_logprobs = _joined(entry.logprobs, output.new_logprobs)

@@ -337,6 +337,9 @@ def reasons_alone(vllm_config: VllmConfig) -> dict[str, bool]:
         "its media have no names without caches of them and of prefixes": media is not None
         and not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching),
         "it generates by diffusion": model.is_diffusion,
+        "it returns routed experts, of which KV tells nothing": getattr(
+            getattr(vllm_config, "aux_output_config", None), "enabled", False
+        ),
         "its drafts come from an unknown method": drafts is not None
         and drafts.method not in (*_LOOKUPS, *_DRAFTERS),
         "its layers are spread (pipeline parallelism)": parallel.pipeline_parallel_size > 1,

@@ -144,13 +144,14 @@ class MoveSide:
 
     def _begin(self, order: Move) -> str:
         """Begin to move all choices of an output; return why not."""
-        name = re.compile(rf"(?:\d+_)?(?:chat)?cmpl-{re.escape(order.request)}(?:-0)?(?:-[^-]*)?")
+        asked = re.escape(order.request)
+        name = re.compile(rf"(?:\d+_)?(?:chatcmpl-{asked}|cmpl-{asked}-0)(?:-[^-]*)?")
         requests = self._scheduler.requests
         choices = [
             requests[each] for each in sorted(filter(name.fullmatch, requests), key=choice_of)
         ]
-        if len(choices) < order.num_choices:
-            return "it has ended, or one of its choices"
+        if len(choices) != order.num_choices:
+            return "it has ended, or one of its choices, or another router's has its name"
         if problem := next(filter(None, map(self._problem, choices)), ""):
             return problem
         most_tokens = max(each.num_tokens for each in choices)
@@ -242,6 +243,11 @@ class MoveSide:
                 freeable.add(request_id)
                 del self._leaving[request_id]
         return freeable
+
+    def moved_by(self, request: Request) -> str:
+        """Return the transfer by which a request that ends here goes on elsewhere, or nothing."""
+        each = self._leaving.get(request.request_id)
+        return "" if each is None or request.status in COMPLETE else each.transfer
 
     def finish(self, request: Request) -> bool | None:
         """Record the end of a request; return whether vLLM must keep its blocks, None if it was not

@@ -248,10 +248,12 @@ class Predictions:
             except ValueError as error:
                 logger.warning("lengths that another instance learnt are not used: %s", error)
 
-    def end(self, request_id: str, transfer: str = "") -> None:
-        """Forget an ended request, whose output another instance writes if it has a transfer."""
+    def end(self, request: Request, transfer: str = "") -> None:
+        """Forget an ended request, whose output another instance writes if it has a transfer. With
+        `ignore_eos` no length is learnt: the client fixed it, or the router for several choices."""
+        request_id, sampling = request.request_id, request.sampling_params
         entry = self.entries.pop(request_id, None)
-        if self._head is not None and transfer:
+        if self._head is not None and transfer and sampling and not sampling.ignore_eos:
             self._head.park(request_id, transfer)
         elif entry is not None and self.predictor is not None:
             self.predictor.withdraw(request_id)
@@ -262,17 +264,27 @@ class Predictions:
             self.predictor.close()
 
 
+def is_stopped(request: Request) -> bool:
+    """Whether an ended request's output has the length that the model gave it. vLLM's API server
+    finds stop strings, and then aborts the request, as it does if a client leaves."""
+    sampling = request.sampling_params
+    stops = sampling is not None and bool(sampling.stop) and request.num_output_tokens > 0
+    is_aborted = request.status is RequestStatus.FINISHED_ABORTED
+    return request.status is RequestStatus.FINISHED_STOPPED or (is_aborted and stops)
+
+
 def has_length(request: Request) -> bool:
-    """Whether an ended request has an output whose length may tell something: it was not aborted,
+    """Whether an ended request has an output whose length may tell something: it was not given up,
     nor asked for one token, as copies of outputs are."""
-    return request.status in COMPLETE and request.max_tokens > 1
+    is_complete = is_stopped(request) or request.status in COMPLETE
+    return is_complete and request.max_tokens > 1
 
 
 def tells_length(request: Request, outputs: OutputLengths) -> bool:
-    """Whether an ended request tells how long its output was. An aborted one does not, nor one
+    """Whether an ended request tells how long its output was. One given up does not, nor one
     that the client's `max_tokens` cut shorter than expected, or that may have one token; with
     `ignore_eos` that limit is the length."""
-    if request.status is RequestStatus.FINISHED_STOPPED:
+    if is_stopped(request):
         return request.max_tokens > 1
     if request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
         return False

@@ -25,6 +25,7 @@ from vllm_tetri.engine.compat import (
     RequestStatus,
     Scheduler,
     SchedulerOutput,
+    diffusion_scheduler,
     require_contract,
 )
 from vllm_tetri.engine.connector import TetriConnector, params_of
@@ -155,7 +156,7 @@ class TetriScheduler(Scheduler):
                 self._endpoint.receives.refuse(request, params)
                 params = None
             elif params.prior_output is not None:
-                self.continuations.begin(request, params.prior_output)
+                self.continuations.begin(request, params.prior_output, params.cached_tokens)
         self._endpoint.add(request, params)
         self._endpoint.times.add(request.request_id)
 
@@ -301,7 +302,8 @@ class TetriScheduler(Scheduler):
         if self._is_stuck:
             queue.lane.free_blocks, self._shares = 0, {}  # started prompts continue as in vLLM
             return
-        free_blocks = self._free_per_group()
+        # Pinned ones are free if vLLM, once asked, lacks them.
+        free_blocks = self._free_per_group() + self.pins.num_blocks
         chunk_tokens = self.max_num_scheduled_tokens - self._num_ready
         if len(self.running) > len(prompts.started):
             chunk_tokens -= self._decode_tokens()
@@ -372,8 +374,12 @@ class TetriAsyncScheduler(TetriScheduler, AsyncScheduler):
 
 def make_scheduler(**kwargs: Any) -> Scheduler:
     """Return the scheduler that `--scheduler-cls` names (`SchedulerConfig.get_scheduler_cls`)."""
-    is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
-    return TetriAsyncScheduler(**kwargs) if is_async else TetriScheduler(**kwargs)
+    config: VllmConfig = kwargs["vllm_config"]
+    is_async = config.scheduler_config.async_scheduling
+    made: type[Scheduler] = TetriAsyncScheduler if is_async else TetriScheduler
+    if (theirs := diffusion_scheduler(config)) is not None:
+        made = type(made.__name__, (made, theirs), {})
+    return made(**kwargs)
 
 
 @cache

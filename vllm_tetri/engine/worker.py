@@ -306,7 +306,8 @@ class KVWorker:
         """Push a layer of blocks that this step's forward pass completes (None: what is left)."""
         if self._by_layer and self._progress is not None and (part := self._progress.record(layer)):
             for order in self._by_layer:
-                sending = self.sending[order.request_id]
+                if (sending := self.sending.get(order.request_id)) is None:
+                    continue  # it failed, and vLLM asks for results before it computes drafts
                 for first, block_ids in order.runs:
                     sending.transfer.write(part, first, block_ids)
                     sending.given[first : first + len(block_ids)] = True

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import choice, uniform
+from typing import TypeVar
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -34,6 +35,7 @@ _MEMORY_OUTPUTS = 256
 _BETTER = 0.97  # of the histogram's error, to begin with
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def replace_file(path: Path, what: str, content: bytes) -> None:
@@ -83,6 +85,12 @@ class Comparison:
             self.is_good = self.error < limit
 
 
+def _keep(kept: OrderedDict[str, T], name: str, value: T) -> None:
+    kept[name] = value
+    if len(kept) > _MOST_PARKED:
+        kept.popitem(last=False)
+
+
 class HeadPredictor:
     """Predicts from hidden states. Used by the engine thread, but for `learn`; the trainer's owns
     the learner and the comparison, of which others read single values."""
@@ -92,6 +100,8 @@ class HeadPredictor:
         self.unread: dict[str, bool] = {}  # prompts to compute, and whether nothing of them is
         self._states: dict[str, list[_State]] = {}  # of prompts that are here
         self._parked: OrderedDict[str, list[_State]] = OrderedDict()  # by transfer
+        # Prompts that were parked before their state was read: a GPU's comes a step later.
+        self._late: OrderedDict[str, str] = OrderedDict()
         self._found: list[tuple[str, Prediction | None]] = []
         self.learner = Learner(width)
         self._given: Weights | None = None  # by another instance of the model
@@ -144,7 +154,11 @@ class HeadPredictor:
 
     def take(self, name: str, values: Floats) -> None:
         """Take a state that was read, and predict from it."""
-        if (states := self._states.get(name)) is None:
+        states = self._states.get(name)
+        if (transfer := self._late.pop(name, None)) is not None:
+            states = []
+            _keep(self._parked, transfer, states)
+        if states is None:
             return
         if not np.isfinite(values).all():
             self._refuse(name)
@@ -171,12 +185,12 @@ class HeadPredictor:
 
     def park(self, name: str, transfer: str) -> None:
         """Keep the states of a prompt whose output another instance writes, until `learn`."""
-        states = self._states.get(name)
+        states, is_unread = self._states.get(name), self.unread.get(name, False)
         self.withdraw(name)
         if states:
-            self._parked[transfer] = states
-            if len(self._parked) > _MOST_PARKED:
-                self._parked.popitem(last=False)
+            _keep(self._parked, transfer, states)
+        elif states is not None and not is_unread:
+            _keep(self._late, name, transfer)
 
     def learn(self, name: str, num_tokens: int, *, is_cut: bool) -> None:
         """Learn from an output that ended, of a request or of a transfer that was parked (any

@@ -53,6 +53,7 @@ class Adapters:
         self._headers = {"Content-Type": "application/json"}
         self._turn = asyncio.Lock()  # of orders
         self._asked_s = -inf
+        self._looking: asyncio.Task[None] | None = None
 
     async def order(self, path: str, body: bytes, headers: Mapping[str, str]) -> web.Response:
         """Let every instance load or unload an adapter; the response is vLLM's where all agree. An
@@ -66,6 +67,7 @@ class Adapters:
         except JSON_ERRORS:
             order = _Order()  # vLLM says what is wrong
         async with self._turn:
+            self._refuse_if_silent()
             self._headers.update({name: headers[name] for name in _KEPT if name in headers})
             former = self._loaded.pop(order.lora_name, None)
             if path == LOAD:
@@ -124,8 +126,11 @@ class Adapters:
 
     async def look_again(self) -> None:
         """Learn what all instances have, unless that was done just now."""
-        if time.monotonic() - self._asked_s > _ASK_AGAIN_S:
-            await self._learn_all()
+        if self._looking is None or self._looking.done():
+            if time.monotonic() - self._asked_s <= _ASK_AGAIN_S:
+                return
+            self._looking = asyncio.create_task(self._learn_all())
+        await asyncio.shield(self._looking)
 
     async def has(self, info: InstanceInfo, name: str) -> bool:
         """Ask an instance whether it has an adapter."""
@@ -148,6 +153,14 @@ class Adapters:
         for name in info.adapters.keys() - who.adapters.keys():  # unloaded by another router
             self._loaded.pop(name, None)
         return who.adapters
+
+    def _refuse_if_silent(self) -> None:
+        """Raise `Refusal` 503 while an instance is silent: it would come back without the order."""
+        views = self._monitor.view().instances
+        silent = [each.info.id for each in views if each.state is InstanceState.SILENT]
+        if silent:
+            names = ", ".join(silent)
+            raise Refusal(503, f"{names} is silent; try again when it is back, or has left")
 
     def _serving(self) -> list[InstanceInfo]:
         return [each.info for each in self._monitor.view().instances if each.state in SERVING]

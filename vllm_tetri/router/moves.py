@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Set
 from typing import NamedTuple
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.handover import DecodeParams
-from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving, Poll
+from vllm_tetri.handover import DecodeParams, choice_name
+from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving, Poll, TransferLost
 from vllm_tetri.policy.mirrors import LongOutput
 from vllm_tetri.policy.moves import (
     LEAVES,
@@ -265,6 +265,9 @@ class Mover:
             self._end(move, "failed")  # else it could still interrupt what the handler does now
             return False
         self._rescue = asyncio.get_running_loop().create_future()
+        for index in range(self._request.num_choices):  # the target takes what is complete
+            name = choice_name(move.transfer, index)
+            self._scheduler.monitor.send(move.target.id, TransferLost(name))
         try:
             await asyncio.wait((move.task, self._rescue), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -337,10 +340,9 @@ class Moves:
         """Order the output of a request to move, and return where it is now. Raises `Refusal` 404:
         there is no such request or instance; 409: it cannot move there, now or at all."""
         entry, one = self._table.get(request), self._monitor.view_of(target)
-        if entry is None:
-            raise Refusal(404, f"there is no request {request!r}")
-        if one is None:
-            raise Refusal(404, f"there is no instance {target!r}")
+        if entry is None or one is None:
+            what = f"request {request!r}" if entry is None else f"instance {target!r}"
+            raise Refusal(404, f"there is no {what}")
         here = self._monitor.view_of(entry.worker) if entry.worker else None
         mover, source = entry.mover, entry.worker
         output = mover.movable(0.0, time.monotonic()) if mover is not None else None
@@ -366,8 +368,7 @@ class Moves:
         return True
 
     def _forget_ended(self) -> None:
-        left = self._under_way.items()
-        self._under_way = {name: each for name, each in left if each.mover.is_moving}
+        self._under_way = {n: each for n, each in self._under_way.items() if each.mover.is_moving}
 
     def _look(self) -> None:
         if not (len(self._table) or self._table.leaving):

@@ -174,6 +174,8 @@ class Relay:
             self._drop_transfer()
             return await self._aggregated(instance, route.reason)
         if response.status != 200:
+            if response.status < 500:
+                entry.take_transfer()  # vLLM refused the request: no instance knows it
             return self.output.respond(response, body)
         first = read_first_token(body, transfer, is_chat=request.path == CHAT)
         if first is None:
@@ -320,7 +322,10 @@ class Relay:
         """Without a hand-over the prefill instance continues: its prefix cache has the prompt."""
         self.route = "fallback"
         prefilled, prior = first.prefilled, first.prefilled.prior_output
-        params = DecodeParams(TransferId(""), prefilled.digest, prior, prefilled.predicted)
+        params = DecodeParams(
+            TransferId(""), prefilled.digest, prior, prefilled.predicted,
+            cached_tokens=prefilled.cached_tokens,
+        )  # fmt: skip
         self._show_first(first, instance)
         body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
         return await self._aggregated(instance, None, body)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from http import HTTPStatus
 from typing import Any, TypeGuard, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -101,7 +102,7 @@ class ApiRequest:
         self.wants_usage = bool(options.get("include_usage"))
         self.wants_usage_each = self.wants_usage and bool(options.get("continuous_usage_stats"))
         self.is_seeded = get("seed") is not None
-        # The text of its tokens, no tool calls; vLLM looks for these with `"tool_choice": null`, too.
+        # The text of its tokens, no tool calls. vLLM looks for them with `"tool_choice": null`.
         self.is_text = not (any(map(get, _STRUCTURED)) or "tool_choice" in self.body)
         # A token's text can be sent before the next is known.
         self.is_plain = self.is_text and not any(map(get, _SHAPED))
@@ -342,3 +343,11 @@ def head_of(first: str, headers: Mapping[str, str]) -> bytes:
     if not head.count("\n") == head.count("\r") == len(lines) + 1:
         raise ValueError("a header contains a line break")
     return head.encode("utf-8", "surrogateescape")
+
+
+def response_of(refusal: Refusal) -> bytes:
+    """Render an error as a whole response, where there is no request to respond to."""
+    first = f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}"
+    body, headers = refusal.body(), {**refusal.headers(), "Content-Type": "application/json"}
+    headers |= {"Content-Length": str(len(body)), "Connection": "close"}
+    return head_of(first, headers) + body

@@ -383,12 +383,14 @@ def resume_body(
     compared with what the client has received.
     """
     digest, predicted, prompt_ids = "", None, received.prompt_token_ids
+    cached_tokens = 0
     if first is not None:
         digest, predicted = first.prefilled.digest, first.prefilled.predicted
         prompt_ids = prompt_ids or first.prefilled.prompt_token_ids
+        cached_tokens = first.prefilled.cached_tokens
     ids = received.token_ids
     prior = PriorOutput(ids, is_seen=True) if ids else None
-    params = DecodeParams(TransferId(""), digest, prior, predicted)
+    params = DecodeParams(TransferId(""), digest, prior, predicted, cached_tokens=cached_tokens)
     return request.decode_body(params, prompt_ids, instance)
 
 

@@ -209,6 +209,10 @@ class GlobalScheduler:
                 if self._tracing is not None and entry.trace is not None:
                     self._tracing.end(entry.trace, row)
 
+    def _told_of(self, request: RequestId) -> list[tuple[InstanceId, Served]] | None:
+        found = self.table.get(request) or self.history.get(request)
+        return found.served if found is not None else None
+
     def look_up(self, request: RequestId) -> Ended:
         """Return what is known of a request, also while it is served. Raises `Refusal` 404."""
         if (row := self.history.get(request)) is not None:
@@ -259,9 +263,8 @@ class GlobalScheduler:
                     # not know that yet.
                     self.monitor.send(message.decode, CancelTransfer(message.transfer))
             case Served(request=name):
-                known = find_named(name, self.table.get) or find_named(name, self.history.get)
-                if known is not None:
-                    known.served.append((instance, message))
+                if (told := find_named(name, self._told_of)) is not None:
+                    told.append((instance, message))
             case Placed(prefill=prefill):
                 if prefill == instance and message.cached_tokens <= message.prompt_tokens:
                     self.placer.count(message)

@@ -15,22 +15,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache, partial
-from http import HTTPStatus
 from typing import Any, cast
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
 
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.http_client import descriptor_of
-from vllm_tetri.router.request import head_of
+from vllm_tetri.router.request import head_of, response_of
 from vllm_tetri.router.shared_port import SharedPort
 
 _CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
 _HANDSHAKE_S = 10.0
 _LINGER_S = 2.0  # how long a refused body is still read, so that the response arrives
+_LOOK_AGAIN_S = 0.05
 _BACKLOG = 1024
 _TOO_MANY_HEADERS = "Too many headers received"  # aiohttp's words
 
@@ -101,9 +101,9 @@ class BodyReader:
         if body_bytes > self._limits.body_bytes:
             raise Refusal(413, f"the body exceeds {self._limits.body_bytes} bytes")
         if bodies_bytes > self._limits.bodies_bytes:
-            words = "the router holds as many bytes of requests as it may"
-            self._limit_log.record("the limit of bytes of all bodies", f"{words}; new ones get 503")
-            raise Refusal(503, f"{words}; try again later")
+            words = "the router holds as many bytes of requests as it may; "
+            self._limit_log.record("the limit of bytes of all bodies", f"{words}new ones get 503")
+            raise Refusal(503, f"{words}try again later")
 
 
 class Connection(web.RequestHandler):
@@ -127,14 +127,19 @@ class Connection(web.RequestHandler):
         )
         self._limits, self._admitted, self._limit_log = limits, admitted, limit_log
         self._stream: asyncio.Transport | None = None
-        self._is_serving = False
+        self._body: StreamReader | None = None  # of the request that is served
         self._head_since_s: float | None = None
         self._unread_since_s: float | None = None  # since when sent bytes are unread
         self._unread_bytes = 0  # how many were at that time
 
-    def set_serving(self, is_serving: bool) -> None:
-        """Record that the head of a request is complete, or that it has its response."""
-        self._is_serving, self._head_since_s = is_serving, None
+    def set_serving(self, body: StreamReader | None) -> None:
+        """Record that the head of a request is complete; None: that it has its response."""
+        self._body, self._head_since_s = body, None
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a part of a request's body is still to come."""
+        return self._body is not None and not self._body.is_eof()
 
     def check_time(self, now: float) -> None:
         """End the connection if its client is too slow."""
@@ -152,10 +157,13 @@ class Connection(web.RequestHandler):
         elif now - (self._head_since_s or now) > limits.head_s and not self._messages:
             self.refuse(Refusal(408, "the head of the request did not arrive in time"))
 
+    def _mark_unread(self, stream: asyncio.Transport, now: float) -> None:
+        self._unread_since_s, self._unread_bytes = now, stream.get_write_buffer_size()
+
     def refuse(self, refusal: Refusal) -> None:
         """Send an error outside of any request, and close."""
         if self._stream is not None and not self._stream.is_closing():
-            self._stream.write(_raw(refusal))
+            self._stream.write(response_of(refusal))
             self._stream.close()
         self._head_since_s = None
         self.force_close()
@@ -178,12 +186,9 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if data and not self._is_serving and self._head_since_s is None:
+        if data and self._body is None and self._head_since_s is None:
             self._head_since_s = self._loop.time()
         super().data_received(data)
-
-    def _mark_unread(self, stream: asyncio.Transport, now: float) -> None:
-        self._unread_since_s, self._unread_bytes = now, stream.get_write_buffer_size()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -358,9 +363,13 @@ async def listening(
                 task.cancel()
             port.close()
             await asyncio.sleep(0)  # requests that were accepted begin
+            until_s = loop.time() + listener.stop_s
+            # aiohttp drops what comes later, bodies included.
+            while any(each.is_receiving for each in connections) and loop.time() < until_s:
+                await asyncio.sleep(_LOOK_AGAIN_S)
             server.pre_shutdown()
             await app.shutdown()
-            await server.shutdown(listener.stop_s / 2)  # aiohttp waits so long twice
+            await server.shutdown(max(0.0, until_s - loop.time()) / 2)  # it waits so long twice
     finally:
         await runner.cleanup()
 
@@ -379,21 +388,13 @@ async def _serve(
     """Call the application, and give its errors the shape of OpenAI's."""
     connection = request.protocol
     assert isinstance(connection, Connection)
-    connection.set_serving(True)
+    connection.set_serving(request.content)
     try:
         response = await handle(request)
     except web.HTTPException as error:  # of an Expect header, before any middleware
         response = Refusal(error.status, error.reason).response()
     finally:
-        connection.set_serving(False)
+        connection.set_serving(None)
     if not request.content.is_eof():
         response.force_close()  # some of its body is still to come
     return response
-
-
-def _raw(refusal: Refusal) -> bytes:
-    """Render an error as bytes, where there is no request to respond to."""
-    first = f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}"
-    body, headers = refusal.body(), {**refusal.headers(), "Content-Type": "application/json"}
-    headers |= {"Content-Length": str(len(body)), "Connection": "close"}
-    return head_of(first, headers) + body
