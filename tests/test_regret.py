@@ -34,18 +34,18 @@ def history(mode: str, kind: str = "hpld", rate: float = 1.5) -> dict[str, Any]:
     cluster = ClusterConfig(make_instances(1, 1), mode, handover_base_s=0.004)
     served = simulate(cluster, draw(kind, 60, rate, 3))
     load = {"cost": COST, "blocks_total": 4096, "chunk_tokens": 512, "handover_s": 0.004,
-            "handover_token_s": 5e-6}  # fmt: skip
+            "handover_token_s": 5e-6, "kv_bytes_sent": 1}  # fmt: skip
     roles = ("prefill", "decode")
     return {
         "mode": mode,
         "instances": [
             {"id": f"{role}-0", "role": role, "block_size": 16, "sizes_chunks": False,
-             "step_limits": (2048, 256, 16), "load": load}
+             "step_limits": (2048, 256, 16), "load": load, "model": "m", "arena_tokens": 16384}
             for role in roles
         ],
         "requests": [
             {
-                "route": "split" if each.is_split else "whole",
+                "route": "split" if each.is_split else "whole", "model": "m",
                 "prompt_tokens": each.spec.prompt_tokens, "cached_tokens": 0,
                 "output_tokens": each.spec.output_tokens, "predicted": None, "front_s": 0.0,
                 "arrival_s": 1000 + each.spec.arrival_s, "ttft_s": each.ttft_s,
@@ -107,15 +107,43 @@ def test_too_little_is_known() -> None:
     told = history("whole", rate=1.0)
     with pytest.raises(ConfigError, match="19 requests ended well"):
         compare({**told, "requests": told["requests"][:19]})
-    told["instances"][1]["load"] = {
-        **told["instances"][1]["load"],
-        "cost": {**COST, "confidence": 0},
-    }
-    with pytest.raises(ConfigError, match="decode-0 does not know its step costs"):
+    expected = compare(told)
+    unused = {**told["instances"][1]["load"], "cost": {**COST, "base_s": 9.0, "confidence": 0}}
+    told["instances"][1]["load"] = unused
+    assert compare(told) == expected  # as the other one
+    told["instances"][0]["load"] = unused
+    with pytest.raises(ConfigError, match="no instance knows its step costs"):
         compare(told)
 
 
-def look(mode: str, measured: float, error: float = 0.0, rate: float = 1.0, **costs: float) -> Any:
+def test_instances_and_requests_of_other_models_have_nothing_to_do_with_it() -> None:
+    told = history("whole", rate=1.0)
+    expected = compare(told)
+    slow = {**told["instances"][0], "model": "large", "id": "l", "step_limits": (1, 1, 1)}
+    told["instances"].append(slow)
+    told["requests"] += [{**each, "model": "large"} for each in told["requests"][:30]]
+    assert compare(told) == expected
+
+
+def test_what_was_never_sent_tells_no_cost_of_hand_overs() -> None:
+    told = history("split", rate=1.0)
+    expected = compare(told)
+    guess = {**told["instances"][0]["load"], "handover_s": 3.0, "kv_bytes_sent": 0}
+    told["instances"][1]["load"] = guess
+    assert compare(told)["systems"][1] == expected["systems"][1]
+
+
+def test_arenas_are_as_large_as_those_of_the_instances() -> None:
+    told = history("adaptive", "mixed", rate=1.0)
+    split = []
+    for tokens in (64, 1 << 18):
+        for row in told["instances"]:
+            row["arena_tokens"] = tokens
+        split.append(compare(told)["systems"][1]["split"])
+    assert split[0] < split[1]
+
+
+def look(mode: str, measured: float, error: float = 0.0, num: int = 100, **costs: float) -> Any:
     """What `compare` says of a router: a measured cost, and the simulated ones of modes."""
 
     def row(cost: float, **names: Any) -> dict[str, Any]:
@@ -123,7 +151,7 @@ def look(mode: str, measured: float, error: float = 0.0, rate: float = 1.0, **co
 
     rows = [row(cost, mode=name, is_usual=True) for name, cost in costs.items()]
     cheap = row(0.1, mode="split", is_usual=False)  # other chunks, which no order sets
-    return {"mode": mode, "rate": rate, "systems": [row(measured), *rows, cheap],
+    return {"mode": mode, "num_requests": num, "systems": [row(measured), *rows, cheap],
             "errors": {"ttft_mean_s": -error, "jct_mean_s": 0.0}}  # fmt: skip
 
 
@@ -154,8 +182,12 @@ def test_a_mode_that_proves_worse_is_left_again_for_some_time() -> None:
     worse = look("whole", 1.2, split=1, whole=0.5)
     barred = ["", "whole", "split", *[""] * 12, "whole"]
     assert modes(better, better, worse, *[better] * 13) == barred
-    busier = look("whole", 1.2, rate=2.0, split=1, whole=0.5)
-    assert modes(better, better, busier, worse) == ["", "whole", "", ""]
+    longer = look("whole", 1.2, split=2.4, whole=1.2)  # other requests, which all cost more
+    assert modes(better, better, longer, worse) == ["", "whole", "", ""]
+    few = look("whole", 9, num=99, split=1, whole=0.5)
+    assert modes(better, better, few, few, worse) == ["", "whole", "", "", "split"]
+    slow = look("split", 2, split=1, whole=0.5)  # everything takes twice as long as simulated
+    assert modes(slow, slow, look("whole", 1.9, split=1, whole=0.5)) == ["", "whole", ""]
 
 
 def test_every_some_seconds_the_router_is_told_and_set_and_may_be_away(tmp_path: Path) -> None:
@@ -200,17 +232,19 @@ def router() -> Iterator[str]:
 @contextmanager
 def serving(mode: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """A router that tells of its requests, and the orders that it gets."""
-    told, orders = json.dumps(history(mode)).encode(), list[tuple[str, Any]]()
+    told, orders = history(mode), list[tuple[str, Any]]()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(json.dumps(told).encode())
 
         def do_POST(self) -> None:
             size = int(self.headers["Content-Length"])
             orders.append((self.path, json.loads(self.rfile.read(size))))
+            if self.path.endswith("/mode"):  # nothing was served in it yet
+                told.update(orders[-1][1], requests=[])
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"{}")

@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf, sqrt
+from math import sqrt
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -35,8 +36,8 @@ _CHUNKS = 256, 512, 1024  # that are compared, in tokens
 _TIMES = ("ttft_mean_s", "ttft_p99_s", "jct_mean_s", "jct_p99_s")
 _MOST_ERROR = 0.25  # of a simulation that is believed
 _LEAST_REGRET = 0.05  # for which a mode is changed
-_MOST_WORSE = 0.1  # of what was measured after a change, at about the same rate
-_SAME_RATE = 0.25
+_MOST_WORSE = 0.1  # of what is measured after a change
+_JUDGED_REQUESTS = 100  # after a change: the mean of fewer is chance
 _BARRED_LOOKS = 12  # in which a mode that was worse is not tried again
 
 Figures = dict[str, float]
@@ -47,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="only the N that ended last")
     parser.add_argument(
         "--every", type=float, metavar="S",
-        help="look again every S seconds, at what ended since the mode was changed last, until "
-        "this is ended; the router's metrics then have the regret",
+        help="look again every S seconds until this is ended, and tell the router for its metrics",
     )  # fmt: skip
     parser.add_argument(
         "--set-mode", action="store_true",
@@ -66,9 +66,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--set-mode needs --every: a mode has to prove itself")
     if options.every is not None:
         _Watch(options).run()
-    history = call(options.url, "/tetri/v1/history")
-    history["requests"] = history["requests"][-(options.requests or 0) :]
-    shown = compare(history)
+    shown = compare(history := _history(options))
     table = empty_table(
         ("", "TTFT\nmean", "TTFT\np99", "JCT\nmean", "JCT\np99", "split", "regret"),
         title=f"{len(history['requests'])} requests that ended at {options.url}",
@@ -82,11 +80,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _history(options: argparse.Namespace) -> Row:
+    """Ask for what a router has served in its present mode."""
+    history = call(options.url, "/tetri/v1/history")
+    return {**history, "requests": history["requests"][-(options.requests or 0) :]}
+
+
 class _Watch:
     """Looks again and again at what a router served since its mode was changed last."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._tuner, self._changed_s = options, Tuner(), -inf
+        self._options, self._tuner = options, Tuner()
 
     def run(self) -> NoReturn:
         """Look until this is ended; raises `AdminError` if there is no router at first."""
@@ -109,17 +113,11 @@ class _Watch:
     def _look(self) -> tuple[dict[str, Any], str]:
         """Return what was found, told to the router and done, and that in words."""
         options, url = self._options, self._options.url
-        history = call(url, "/tetri/v1/history")
-        newest_s = max((each["arrival_s"] for each in history["requests"]), default=inf)
-        if newest_s < self._changed_s:  # its host has another clock now
-            self._tuner, self._changed_s = Tuner(), -inf
-        ended = [each for each in history["requests"] if each["arrival_s"] > self._changed_s]
-        found = compare({**history, "requests": ended[-(options.requests or 0) :]})
+        found = compare(_history(options))
         call(url, "/tetri/v1/regret", {"regret": found["regret"], "error": _error(found)})
         words = verdict(found).replace("\n", "; ")
         if options.set_mode and (change := self._tuner.decide(found)) is not None:
             call(url, "/tetri/v1/mode", {"mode": change.mode})
-            self._changed_s = newest_s
             words += f"\nmode {found['mode']} -> {change.mode}: {change.reason}"
         return found, words
 
@@ -135,26 +133,30 @@ class Tuner:
     """Decides when a router serves in another mode, look by look. Pure.
 
     A simulation that is far from what was measured changes nothing. What is measured after a
-    change must not be worse than before it at about the same rate, else the mode before returns.
+    change must not be worse than what the mode before would have cost with the same requests:
+    simulated, times what it had cost beyond its simulation. Else that mode returns.
     """
 
     def __init__(self) -> None:
         self._candidate = ""  # the best mode of the last look
-        self._before: tuple[str, float, float] | None = None  # mode, cost and rate
+        # The mode before the last change, and its measured cost by the simulated one.
+        self._before: tuple[str, float] | None = None
         self._barred: dict[str, int] = {}  # for how many looks
 
     def decide(self, found: dict[str, Any]) -> ModeChange | None:
         """Return the mode to serve in from now on, if it is another one, for what `compare` says
         of the requests that were served in the present one."""
-        mode, measured, rate = found["mode"], cost(found["systems"][0]), found["rate"]
+        mode, measured = found["mode"], cost(found["systems"][0])
         self._barred = {name: left - 1 for name, left in self._barred.items() if left > 1}
-        before, self._before = self._before, None
-        if before is not None and abs(rate / before[2] - 1) <= _SAME_RATE:
-            worse = measured / before[1] - 1
+        usual = {row["mode"]: cost(row) for row in found["systems"][1:] if row["is_usual"]}
+        if self._before is not None and self._before[0] in usual:
+            if found["num_requests"] < _JUDGED_REQUESTS:
+                return None
+            (before, ratio), self._before = self._before, None
+            worse = measured / (usual[before] * ratio) - 1
             if worse > _MOST_WORSE:
                 self._barred[mode], self._candidate = _BARRED_LOOKS, ""
-                return ModeChange(before[0], f"{mode} cost {worse:.0%} more when measured")
-        usual = {row["mode"]: cost(row) for row in found["systems"][1:] if row["is_usual"]}
+                return ModeChange(before, f"{mode} cost {worse:.0%} more when measured")
         if mode not in usual or _error(found) > _MOST_ERROR:
             self._candidate = ""
             return None
@@ -165,13 +167,16 @@ class Tuner:
         last, self._candidate = self._candidate, best if is_worth else ""
         if not is_worth or last != best:
             return None
-        self._before = mode, measured, rate
+        self._before = mode, measured / usual[mode]
         return ModeChange(best, f"simulated, it costs {saved:.0%} less")
 
 
 def compare(history: Row) -> dict[str, Any]:
     """Simulate what `GET /tetri/v1/history` returned; raises ConfigError if that is too little."""
-    requests = history["requests"]
+    # Models share neither instances nor a queue: that with the most requests.
+    models = Counter(each["model"] for each in history["requests"])
+    model = max(models, key=models.__getitem__, default="")
+    requests = [each for each in history["requests"] if each["model"] == model]
     if len(requests) < _LEAST_REQUESTS:
         raise ConfigError(
             f"{len(requests)} requests ended well there of which the router knows all lengths; "
@@ -189,7 +194,7 @@ def compare(history: Row) -> dict[str, Any]:
         for number, each in enumerate(requests)
     ]
     front_s = float(np.median([each["front_s"] for each in requests]))
-    usual = _cluster(history["instances"], front_s)
+    usual = _cluster([each for each in history["instances"] if each["model"] == model], front_s)
     own = {"system": f"measured, {history['mode']}", **_measured(requests)}
     modes = list(Mode) if len(usual.instances) > 1 else [Mode.WHOLE]
     rows: list[dict[str, Any]] = []
@@ -207,7 +212,7 @@ def compare(history: Row) -> dict[str, Any]:
     return {
         "systems": [own, *rows],
         "mode": history["mode"],
-        "rate": len(specs) / (max(each.arrival_s for each in specs) or inf),
+        "num_requests": len(specs),
         "regret": rows[0]["regret"],
         "errors": errors,
     }
@@ -252,22 +257,25 @@ def _measured(requests: Sequence[Row]) -> Figures:
 
 
 def _cluster(rows: Sequence[Row], front_s: float) -> ClusterConfig:
-    """Return instances as they are now; raises ConfigError if one has not learnt its step costs."""
+    """Return instances as they are now; raises ConfigError if none has learnt its step costs. One
+    that has served nothing yet has those of another one."""
     instances = []
+    known = [row["load"]["cost"] for row in rows if row["load"]["cost"]["confidence"]]
+    if not known:
+        raise ConfigError("no instance knows its step costs yet; serve requests first")
     for row in rows:
         load, (most_tokens, max_requests, tile_tokens) = row["load"], row["step_limits"]
         if min(row["step_limits"]) < 1:
             raise ConfigError(f"{row['id']} tells impossible step limits: {row['step_limits']}")
-        step = StepCoefficients(**load["cost"])
-        if not step.confidence:
-            raise ConfigError(f"{row['id']} does not know its step costs yet; serve requests first")
+        step = StepCoefficients(**(load["cost"] if load["cost"]["confidence"] else known[0]))
         engine = EngineConfig(
             step, load["blocks_total"], row["block_size"], chunk_tokens=load["chunk_tokens"],
             has_sized_chunks=row["sizes_chunks"], front_s=front_s, most_tokens=most_tokens,
-            max_requests=max_requests, tile_tokens=tile_tokens,
+            max_requests=max_requests, tile_tokens=tile_tokens, arena_tokens=row["arena_tokens"],
         )  # fmt: skip
         instances.append(InstanceConfig(InstanceId(row["id"]), Role(row["role"]), engine))
-    sent = [row["load"] for row in rows if row["load"]["handover_s"]]
+    # Others report what is assumed before the first one.
+    sent = [row["load"] for row in rows if row["load"]["kv_bytes_sent"]]
     usual = ClusterConfig(tuple(instances))
     if not sent:
         return usual

@@ -356,6 +356,24 @@ def test_one_that_has_not_reported_yet_says_nothing_of_what_comes() -> None:
     assert max(float(rate[1]) for rate in rates if rate) < 5
 
 
+def test_what_was_served_while_nobody_looked_says_nothing_of_what_comes() -> None:
+    """In another mode, which knows no roles, or while another router decided."""
+    one = Cluster(Watcher(WatchPolicy.BALANCE), engines(2, 2))
+    one.run(30.0, 1.0)
+    one.now += 3600.0
+    for each in one.engines:
+        each.done["prompt_tokens_done"] += 30_000_000
+        each.done["output_tokens_done"] += 5_000_000
+    num_before = len(one.looks)
+    one.run(30.0, 1.0)
+    rates = [
+        re.search(r"([0-9.]+) requests/s", each.explanation) for each in one.looks[num_before:]
+    ]
+    assert min(float(rate[1]) for rate in rates if rate) > 0.2
+    assert max(float(rate[1]) for rate in rates if rate) < 5
+    assert all(at < 40 for at, _ in one.orders)
+
+
 def test_answers_that_are_longer_than_average_are_no_more_requests_than_there_are() -> None:
     one = Cluster(Watcher(WatchPolicy.BALANCE), engines(2, 2))
     one.run(30.0, 1.0, CHAT)

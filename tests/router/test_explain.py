@@ -14,7 +14,7 @@ from vllm_tetri.policy.route import Event
 from vllm_tetri.router import history, tracing
 from vllm_tetri.router.explain import explain, parts, replayable
 from vllm_tetri.router.history import Ended
-from vllm_tetri.router.table import Mark, Trace
+from vllm_tetri.router.table import Mark, RequestTable, Trace
 from vllm_tetri.types import InstanceId, RequestId, Role
 
 P, D = InstanceId("p"), InstanceId("d")
@@ -85,6 +85,15 @@ def test_an_answer_that_is_not_streamed_has_its_output_before_the_first_byte() -
     row = ended(marks, generated=0, first_byte_s=101.44, served=[(P, told)])
     assert sums(row)[("output", "p")] == pytest.approx(1.01)
     assert sums(row)[("http", "p")] == pytest.approx(0.14)
+    told = told.__class__("chatcmpl-r", 0.1, 0.2, output_s=1.0, prompt_tokens=7, output_tokens=3)
+    (found,) = replayable([row._replace(served=[(P, told)], decode=P)])
+    assert found["ttft_s"] == pytest.approx(0.44)
+    made = history.History()
+    entry = RequestTable().enter("r", now=100.0)
+    entry.expected_s, entry.first_byte_s = 0.3, 109.0
+    made.record(entry, "whole", "ok", "", 109.0)
+    entry.record_events(1)
+    assert made.record(entry, "whole", "ok", "", 109.0).expected_error_s == 0  # of the one before
 
 
 def test_the_length_is_that_of_the_instance_that_wrote_the_end() -> None:
@@ -151,10 +160,26 @@ async def test_a_router_explains_what_it_serves_and_served() -> None:
         assert [each["role"] for each in told["instances"]] == ["prefill", "decode"]
         assert told["instances"][0]["load"]["cost"].keys() >= {"base_s", "confidence"}
         (shown,) = told["requests"]
+        assert shown["model"] == told["instances"][0]["model"] == "tiny"
         assert (shown["route"], shown["output_tokens"], shown["cached_tokens"]) == ("split", 9, 1)
+        assert (await made.order("mode", {"mode": "whole"}))[0] == 200
+        assert (await made.get("/tetri/v1/history"))["requests"] == []  # in this mode
         async with made.client.get(f"{made.url}/tetri/v1/requests/unknown") as response:
             assert response.status == 404
             assert "'unknown'" in (await response.json())["error"]["message"]
+
+
+async def test_what_is_told_of_a_request_is_not_of_one_whose_name_begins_alike() -> None:
+    async with cluster(*pair()) as made:
+        tell = made.scheduler.on_published
+        assert (await made.ask(headers={"X-Request-Id": "job-1"}))[0] == 200
+        other = made.scheduler.table.enter("job", now=0.0)
+        tell(P, Served("cmpl-job-1-0-1a2b", output_tokens=9))
+        tell(P, Served("cmpl-job-0-1a2b", output_tokens=8))
+        kept = made.scheduler.history.get(RequestId("job-1"))
+        assert kept is not None
+        assert [told.output_tokens for _, told in (*kept.served, *other.served)] == [9, 8]
+        made.scheduler.table.leave(other)
 
 
 async def test_a_router_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from vllm_tetri.messages import FlipRole
-from vllm_tetri.router.adapters import LOAD, UNLOAD
+from vllm_tetri.router.adapters import LOAD, SERVING, UNLOAD
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.explain import explain, replayable
@@ -310,15 +310,25 @@ class _Routes:
         rows = [
             {
                 "id": each.info.id,
+                "model": each.info.models[0],
                 "role": each.info.role,
                 "block_size": each.info.block_size,
+                "arena_tokens": each.info.arena_tokens,
                 "sizes_chunks": each.info.sizes_chunks,
                 "step_limits": each.info.step_limits,
                 "load": each.load,
             }
             for each in views
+            if each.state in SERVING
         ]
-        found = replayable(self._scheduler.history.since(0.0))
+        # The rest was served in another mode.
+        since_s, names = self._scheduler.mode_since_s, self._scheduler.placer.models()
+        ended = [each for each in self._scheduler.history.since(0.0) if each.arrival_s >= since_s]
+        found = [
+            {**each, "model": names[each["model"]].models[0]}
+            for each in replayable(ended)
+            if each["model"] in names
+        ]
         return _json({"mode": self._scheduler.placer.mode, "instances": rows, "requests": found})
 
     async def move(self, request: web.Request) -> web.Response:

@@ -143,6 +143,16 @@ def explain(row: Ended) -> dict[str, Any]:
     }
 
 
+def _first_token_s(row: Ended, first_byte_s: float) -> float:
+    """Return after how many seconds the first token was there, of which a client that asks for no
+    stream gets nothing before the whole output."""
+    if row.generated:
+        return first_byte_s
+    done = (mark.at_s - row.arrival_s for mark in row.marks if mark.event is Event.PREFILLED)
+    outputs = (each.before_s(first_byte_s) for each in parts(row) if each.what == "output")
+    return next(done, first_byte_s - sum(outputs))
+
+
 def replayable(rows: Iterable[Ended]) -> list[dict[str, Any]]:
     """Return what a simulation needs of each request that was answered and whose lengths are known;
     `front_s` is the time outside engines before the first token."""
@@ -152,9 +162,11 @@ def replayable(rows: Iterable[Ended]) -> list[dict[str, Any]]:
         first = next(told, Served(row.id))
         prompt_tokens = row.prompt_tokens or first.prompt_tokens
         if row.outcome == "ok" and row.first_byte_s and prompt_tokens and row.output_tokens:
-            ttft_s = row.first_byte_s - row.arrival_s
+            ttft_s = _first_token_s(row, row.first_byte_s - row.arrival_s)
             outside = [each for each in parts(row) if each.what in ("router", "http")]
-            kept = ("route", "output_tokens", "predicted", "prefill", "decode", "arrival_s")
+            kept = (
+                "route", "output_tokens", "predicted", "prefill", "decode", "arrival_s", "model",
+            )  # fmt: skip
             found.append(
                 {
                     **{name: getattr(row, name) for name in kept},

@@ -36,6 +36,7 @@ class Ended(NamedTuple):
     expected_error_s: float  # mean error of expected times before this one
     marks: list[Mark]
     served: list[tuple[InstanceId, Served]]  # may come later than the end
+    model: str = ""
 
     @property
     def output_tokens(self) -> int | None:
@@ -56,7 +57,7 @@ class History:
     def record(self, entry: Entry, route: str, outcome: str, problem: str, now: float) -> Ended:
         """Keep a request that ends now, instead of the oldest one, and return what is kept."""
         row = self.row(entry, route, outcome, problem, now)
-        if row.expected_s and row.first_byte_s is not None:
+        if row.expected_s and row.first_byte_s is not None and row.generated:
             error_s = abs(row.first_byte_s - row.arrival_s - row.expected_s)
             weight = _NEW if self._error_s else 1.0
             self._error_s += weight * (error_s - self._error_s)
@@ -69,7 +70,7 @@ class History:
         return Ended(
             entry.id, route, outcome, problem, entry.arrival_s, now, entry.first_byte_s,
             entry.generated, entry.prompt_tokens, entry.predicted, entry.prefill, entry.decode,
-            entry.reason, entry.expected_s, self._error_s, entry.marks, entry.served,
+            entry.reason, entry.expected_s, self._error_s, entry.marks, entry.served, entry.model,
         )  # fmt: skip
 
     def get(self, request: RequestId) -> Ended | None:

@@ -117,6 +117,7 @@ class GlobalScheduler:
         self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
         self.moves = Moves(self.monitor, self.table, self.placer, is_on=config.moves)
         self._mirrors = Mirrors(self.table, self.placer, self.fetches, config.mirror_every)
+        self.mode_since_s = time.monotonic()
         self.set_mode(config.mode)
 
     async def close(self) -> None:
@@ -132,6 +133,8 @@ class GlobalScheduler:
 
     def set_mode(self, mode: Mode) -> None:
         """Serve new requests in another mode; requests in flight are not affected."""
+        if mode is not self.placer.mode:
+            self.mode_since_s = time.monotonic()
         self.placer.mode = mode
         self.monitor.mix(mode is Mode.ADAPTIVE)
         self.moves.any_role = mode is Mode.ADAPTIVE
@@ -174,6 +177,7 @@ class GlobalScheduler:
             client=request.client,
             is_counted=request.generates,
         )
+        entry.model = request.model
         entry.trace = Trace(request.headers) if self._tracing is not None else None
         relay = Relay(request, entry, http, self)
         outcome, problem = "error", ""

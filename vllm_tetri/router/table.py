@@ -101,6 +101,7 @@ class Entry:
         self.mover: Movable | None = None  # while it is served
         self.mirror: Mirror | None = None  # a copy of it, to go on with
         self.trace: Trace | None = None
+        self.model = ""  # of a request that is served, as its client calls it
         self._table = table
         self._counted_at = _NONE
 
