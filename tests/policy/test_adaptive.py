@@ -142,7 +142,8 @@ def test_two_prefill_instances_alone_serve_whole() -> None:
 
 
 def test_short_answers_go_where_they_begin_soon_and_long_ones_where_they_go_on_quickly() -> None:
-    queue, decodes = serving("queue", queued_tokens=5000), serving("decodes", decodes=30)
+    queue = serving("queue", queued_tokens=5000, waiting=19)
+    decodes = serving("decodes", decodes=30)
     lengths = [1, 10, 100, 1000, 4000]
     found = [
         where(queue, decodes, prompt=20, answer=n, may_split=False, spares_prefill=False)
@@ -244,7 +245,7 @@ def test_holders_are_found_among_many() -> None:
 def test_a_place_that_keeps_the_first_token_s_promise_comes_before_a_cheaper_one(
     answer: int, queued: int
 ) -> None:
-    pair = serving("cheap", queued_tokens=queued), serving("quick", decodes=30)
+    pair = serving("cheap", queued_tokens=queued, waiting=9), serving("quick", decodes=30)
     options: dict[str, Any] = {"prompt": 20, "answer": answer, "may_split": False}
     late, soon = (chosen(each, **options).ttft_s for each in pair)
     assert soon < late < 60

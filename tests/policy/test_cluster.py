@@ -72,7 +72,10 @@ def test_a_first_token_waits_for_the_queue_and_is_computed_in_chunks() -> None:
     alone_s = 600 * (COST.prompt_s + 300 * COST.context_s)
     assert ttft_s(site(), 600) == pytest.approx(alone_s + 2 * COST.base_s)
     queued = site(queued_tokens=1000)
-    queue_s = 1000 * COST.prompt_s  # their lengths are not known
+    queue_s = 1000 * (COST.prompt_s + 500 * COST.context_s)  # as it seems one prompt
+    assert ttft_s(queued, 600) == pytest.approx(queue_s + alone_s + 4 * COST.base_s)
+    queue_s = 1000 * (COST.prompt_s + 50 * COST.context_s)  # one runs, nine wait
+    queued = site(queued_tokens=1000, waiting=9)
     assert ttft_s(queued, 600) == pytest.approx(queue_s + alone_s + 4 * COST.base_s)
 
 

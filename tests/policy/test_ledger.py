@@ -103,13 +103,13 @@ def test_all_that_is_sent_and_not_reported_counts_and_nothing_else(
 
 
 def test_a_prompt_counts_until_it_should_be_computed() -> None:
-    """At this pace one of 600 tokens takes two steps, 0.089 s together."""
+    """At this pace one of 600 tokens takes two steps, 0.105 s together."""
     quick = times(COST, 0.25)
     sites = known(serving("p", "prefill", cost=quick), serving("d", "decode", cost=quick))
     sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW)
     sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW + 0.02)  # computed after the first
     before = sites.by_id[InstanceId("p")]
-    for now, left in ((0.09, 1200), (0.11, 600), (0.2, 600), (0.21, 0), (0.3, 0)):
+    for now, left in ((0.1, 1200), (0.13, 600), (0.22, 600), (0.25, 0), (0.3, 0)):
         sites.state.advance(NOW + now)
         assert counted(sites) == (left, 2), "outputs count until reports show them"
     assert before.queued_tokens == 1200, "what one has read does not change"

@@ -89,11 +89,9 @@ def token_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) 
 def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
     """Return the time to the first token of a prompt that arrives now, of which the instance has
     the KV of `cached_tokens`."""
-    queued_tokens, new_tokens = row.queued_tokens, prompt_tokens - cached_tokens
-    # Of queued prompts the lengths are not known.
-    work_s = queued_tokens * row.cost.prompt_s
-    work_s += new_tokens * token_s(row, prompt_tokens, cached_tokens)
-    return row.computing_s(queued_tokens + new_tokens, work_s)
+    new_tokens = prompt_tokens - cached_tokens
+    work_s = row.queued_s() + new_tokens * token_s(row, prompt_tokens, cached_tokens)
+    return row.computing_s(row.queued_tokens + new_tokens, work_s)
 
 
 def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:

@@ -103,8 +103,19 @@ class InstanceRow:
 
     def computed_s(self, now: float, more_tokens: float = 0.0) -> float:
         """Return when its queue, and so many more tokens, should be computed."""
-        tokens = self.queued_tokens + more_tokens
-        return now + _ARRIVES_S + self.computing_s(tokens, tokens * self.cost.prompt_s)
+        work_s = self.queued_s() + self.work_s(more_tokens, more_tokens)
+        return now + _ARRIVES_S + self.computing_s(self.queued_tokens + more_tokens, work_s)
+
+    def work_s(self, tokens: float, each_tokens: float) -> float:
+        """Return how long so many tokens of prompts take of which each has `each_tokens`, decodes
+        and the step's base aside."""
+        return tokens * (self.cost.prompt_s + each_tokens / 2 * self.cost.context_s)
+
+    def queued_s(self) -> float:
+        """Return how long its queue takes, decodes and the step's base aside; of queued prompts
+        their number is known, one that is computed in part included."""
+        num_prompts = max(0, self.view.load.waiting) + 1
+        return self.work_s(self.queued_tokens, self.queued_tokens / num_prompts)
 
     def copy(self) -> InstanceRow:
         """Return a row that can be changed."""

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_tetri.policy.adaptive import Objective, PricedRoute, token_s
+from vllm_tetri.policy.adaptive import Objective, PricedRoute
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import InstanceId
@@ -85,11 +85,9 @@ class Backlogs:
 
 def _wait_s(row: InstanceRow) -> float:
     """Return how long the prompts of an instance take; 0 while its steps are not known."""
-    queued_tokens = row.queued_tokens
-    if row.cost is GUESS or queued_tokens <= 0:
+    if row.cost is GUESS or row.queued_tokens <= 0:
         return 0.0
-    each_tokens = queued_tokens / (max(0, row.view.load.waiting) + 1)
-    return row.computing_s(queued_tokens, queued_tokens * token_s(row, each_tokens))
+    return row.computing_s(row.queued_tokens, row.queued_s())
 
 
 SHARE = 4
