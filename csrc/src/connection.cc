@@ -215,7 +215,10 @@ void Connection::handle_message(Message message, TimePoint now) {
     const std::lock_guard lock(state_.mutex);
     const bool full = state_.messages.size() >= kMaxMessages;
     ack.status = static_cast<uint32_t>(full ? Status::kFull : Status::kOk);
-    if (!full) state_.messages.push_back(std::move(message.payload));
+    if (!full) {
+      state_.messages.push_back(std::move(message.payload));
+      ++state_.num_messages;
+    }
     state_.changed.notify_all();
   }
   send(encode(ack), now);

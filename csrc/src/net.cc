@@ -11,13 +11,14 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <fstream>
 #include <memory>
 
 namespace tetri {
 
 namespace {
 
-constexpr int kDataBuffer = 4 << 20;  // the kernel caps it at net.core.[rw]mem_max
+constexpr int kDataBuffer = 4 << 20;
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
@@ -46,6 +47,18 @@ void set(int fd, int level, int name, int value) {
   ::setsockopt(fd, level, name, &value, sizeof(value));  // tuning only: failure is harmless
 }
 
+// Gives a socket buffers for a long way at once. The kernel caps them at net.core.[rw]mem_max, and
+// sizes them by itself no more: where it allows less, it does better alone.
+void set_buffer(int fd, int name) {
+  static const auto allows = [](const char* path) {
+    long bytes = 0;
+    return (std::ifstream(path) >> bytes) && bytes >= kDataBuffer;
+  };
+  static const bool receives = allows("/proc/sys/net/core/rmem_max");
+  static const bool sends = allows("/proc/sys/net/core/wmem_max");
+  if (name == SO_RCVBUF ? receives : sends) set(fd, SOL_SOCKET, name, kDataBuffer);
+}
+
 }  // namespace
 
 Endpoint parse_endpoint(const std::string& text) {
@@ -72,7 +85,7 @@ Fd listen_on(const std::string& host, int port) {
   Fd fd = new_socket(*addresses);
   if (!fd) fail(Status::kInvalid, "cannot create a socket", errno);
   set(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  set(fd.get(), SOL_SOCKET, SO_RCVBUF, kDataBuffer);  // before listen, so that windows can scale
+  set_buffer(fd.get(), SO_RCVBUF);  // before listen, so that windows can scale
   if (::bind(fd.get(), addresses->ai_addr, addresses->ai_addrlen) != 0 ||
       ::listen(fd.get(), 256) != 0) {
     fail(Status::kInvalid, "cannot listen on " + host + ":" + std::to_string(port), errno);
@@ -116,7 +129,7 @@ Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd) {
       error = errno;
       continue;
     }
-    set(fd.get(), SOL_SOCKET, SO_SNDBUF, kDataBuffer);
+    set_buffer(fd.get(), SO_SNDBUF);
     if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return fd;
     error = errno;
     if (error != EINPROGRESS) continue;
@@ -136,8 +149,8 @@ Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd) {
 void tune(int fd, bool data, bool mortal) {
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   if (data) {
-    set(fd, SOL_SOCKET, SO_SNDBUF, kDataBuffer);
-    set(fd, SOL_SOCKET, SO_RCVBUF, kDataBuffer);
+    set_buffer(fd, SO_SNDBUF);
+    set_buffer(fd, SO_RCVBUF);
   }
   if (!mortal) return;
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);

@@ -91,16 +91,24 @@ void Peer::run() {
 // any more and `commands` holds what was not processed.
 bool Peer::next_commands(std::deque<Command>* commands) {
   while (true) {
+    bool unmaps = false;
     {
       const std::lock_guard lock(mutex_);
       commands->swap(commands_);
       const bool idle = commands->empty() && !session_.control && remnants_.empty();
-      retired_ = stopping_ || (idle && Clock::now() >= last_used_ + kIdleTime);
+      const bool unused = idle && Clock::now() >= last_used_ + kIdleTime;
+      // To unmap an arena takes long: before anybody waits for the end of this thread.
+      unmaps = unused && segment_ != nullptr && !stopping_;
+      retired_ = stopping_ || (unused && !unmaps);
       if (retired_) {
         if (wake_) signal_event(wake_.get());  // it may be waiting for an order's end
         return false;
       }
       if (!commands->empty() || session_.control) return true;
+    }
+    if (unmaps) {
+      segment_.reset();
+      continue;
     }
     pollfd woken{wake_.get(), POLLIN, 0};
     ::poll(&woken, 1, remnants_.empty() ? poll_timeout_ms(last_used_ + kIdleTime) : -1);

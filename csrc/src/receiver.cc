@@ -102,10 +102,12 @@ void Receiver::abandon(const std::string& prefix, const std::vector<std::string>
 }
 
 std::optional<std::string> Receiver::receive() {
+  if (state_.num_messages == 0) return std::nullopt;  // the mutex is busy while KV arrives
   const std::lock_guard lock(state_.mutex);
   if (state_.messages.empty()) return std::nullopt;
   std::string message = std::move(state_.messages.front());
   state_.messages.pop_front();
+  --state_.num_messages;
   return message;
 }
 

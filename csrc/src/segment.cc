@@ -41,6 +41,7 @@ constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
 constexpr auto kCollapseTime = std::chrono::seconds(2);
 constexpr uint64_t kTouchedAtOnce = 256 << 20;  // the rest follows in the background
+constexpr int kMostInterruptions = 20;
 constexpr uint64_t kTouchedTogether = 16 << 20;
 
 struct Header {
@@ -207,7 +208,11 @@ Segment Segment::create(uint64_t arena_bytes, bool is_shared) {
   }
   segment.map();
   segment.use_huge_pages();
-  const int error = ::posix_fallocate(segment.fd_.get(), 0, static_cast<off_t>(size));
+  // Any signal undoes it, as when the process is stopped and goes on.
+  int error = EINTR;
+  for (int left = kMostInterruptions; left > 0 && error == EINTR; --left) {
+    error = ::posix_fallocate(segment.fd_.get(), 0, static_cast<off_t>(size));
+  }
   if (error != 0) {
     fail("no room in /dev/shm for a receive arena of " + std::to_string(arena_bytes) +
              " bytes; lower arena_bytes or enlarge /dev/shm",

@@ -238,7 +238,7 @@ class NcclWire:
         self._gear = _Gear(device, library, timeout_s, buffer_bytes)
         self._pairs: dict[bytes, _Outbound] = {}  # by offer
 
-    def has_room(self) -> bool:
+    def has_room(self, order: Order) -> bool:
         return True  # pairs wait
 
     def submit(self, order: Order, after: DeviceEvent | None) -> _Write:

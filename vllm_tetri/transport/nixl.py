@@ -210,7 +210,7 @@ class NixlWire:
             self._spans += new
             self._known[id(layout)] = layout
 
-    def has_room(self) -> bool:
+    def has_room(self, order: Order) -> bool:
         return True  # UCX queues by itself, and the caller bounds its orders
 
     def disconnect(self, peer: _Peer) -> None:

@@ -36,7 +36,8 @@ class Pending(Protocol):
 class Wire(Protocol):
     """Moves the bytes of orders of one kind. Called by the push thread only."""
 
-    def has_room(self) -> bool: ...  # False: its orders wait, and nothing of them has begun
+    # False: it waits, with what follows to the same receiver, and nothing of it has begun.
+    def has_room(self, order: Order) -> bool: ...
     def submit(self, order: Order, after: DeviceEvent | None) -> Pending:
         """Begin to move an order whose blocks are complete behind the event; never wait. Raises
         TransferError where this kind of link does not reach the receiver, RuntimeError or
@@ -51,7 +52,8 @@ class Push:
 
     def __init__(self, sender: Sender, wires: dict[str, Wire], timeout_s: float) -> None:
         self._sender, self._wires, self._timeout_s = sender, wires, timeout_s
-        self._queues: dict[str, deque[tuple[Order, float]]] = {kind: deque() for kind in wires}
+        # By kind and receiver: one that is slow does not hold up the others.
+        self._queues: dict[tuple[str, str], deque[tuple[Order, float]]] = {}
         self._under_way: list[tuple[Order, Pending]] = []
         self._marks: dict[int, DeviceEvent] = {}
         self._lock = threading.Lock()  # guards _marks and _tag
@@ -95,17 +97,19 @@ class Push:
 
     def _run(self) -> None:
         while not self._is_closing or self._under_way:
-            is_busy = self._under_way or any(self._queues.values())
+            is_busy = self._under_way or self._queues
             order = self._sender.take_order(POLL_S if is_busy else IDLE_S)
             if order is None and self._is_closing:
                 time.sleep(POLL_S)  # a closed sender does not wait
-            elif order is not None and order.kind not in self._queues:
+            elif order is not None and order.kind not in self._wires:
                 self._fail(order, f"this instance has no link of kind {order.kind}")
             elif order is not None:
                 deadline = time.monotonic() + self._timeout_s
-                self._queues[order.kind].append((order, deadline))
-            for kind, queue in self._queues.items():
+                queue = self._queues.setdefault((order.kind, order.endpoint), deque())
+                queue.append((order, deadline))
+            for (kind, _), queue in self._queues.items():
                 self._begin(kind, queue)
+            self._queues = {key: queue for key, queue in self._queues.items() if queue}
             self._under_way = [each for each in self._under_way if not self._is_over(*each)]
         for queue in self._queues.values():
             for order, _ in queue:
@@ -113,11 +117,11 @@ class Push:
             queue.clear()
 
     def _begin(self, kind: str, queue: deque[tuple[Order, float]]) -> None:
-        """Begin orders of a kind in their order, as far as there is room."""
+        """Begin orders of a kind to a receiver in their order, as far as there is room."""
         wire = self._wires[kind]
         while queue and not self._is_closing:
             order, deadline = queue[0]
-            if not wire.has_room():
+            if not wire.has_room(order):
                 if time.monotonic() < deadline:
                     return
                 self._fail(

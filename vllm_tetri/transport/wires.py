@@ -30,7 +30,7 @@ from vllm_tetri.transport.nixl import NixlWire
 from vllm_tetri.transport.push import Wire
 
 MAX_ORDERS = 16  # queued on the device at once: what is behind them can still be cancelled
-NUM_BUFFERS = 4
+NUM_BUFFERS = 8
 
 
 class _Segment:
@@ -86,7 +86,7 @@ class DmaWire:
         self._arenas: dict[bytes, _Segment | _Opened] = {}  # by offer
         self._under_way: deque[tuple[bytes, DeviceEvent]] = deque()  # of one stream: first first
 
-    def has_room(self) -> bool:
+    def has_room(self, order: Order) -> bool:
         while self._under_way and has_passed(self._under_way[0][1]):
             self._under_way.popleft()
         return len(self._under_way) < MAX_ORDERS
@@ -154,8 +154,12 @@ class StagedWire:
         self._buffer_bytes = buffer_bytes
         self.buffers: list[_Buffer] = []  # made when first needed
 
-    def has_room(self) -> bool:
-        return len(self.buffers) < NUM_BUFFERS or any(each.is_free for each in self.buffers)
+    def has_room(self, order: Order) -> bool:
+        """Whether the order's receiver uses fewer buffers than are free: what a slow one holds up
+        leaves some to the others (dynamic thresholds, as of the buffers of a switch)."""
+        used = [each.user.order for each in self.buffers if each.user and not each.is_free]
+        num_here = sum(each.endpoint == order.endpoint for each in used)
+        return num_here < NUM_BUFFERS - len(used)
 
     def submit(self, order: Order, after: DeviceEvent | None) -> _Staged:
         layout, num_blocks = order.layout, len(order.block_ids)

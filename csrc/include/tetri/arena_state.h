@@ -1,6 +1,7 @@
 // What the engine's threads and the service thread of a receiver share.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -51,6 +52,7 @@ struct ArenaState {
   Offers offers;  // to senders, beside the segment
   SlotTable table;
   std::deque<std::string> messages;
+  std::atomic<size_t> num_messages{0};  // read without the mutex, by an engine in every step
   ReceiverCounters counters;
   bool closing = false;
 };
