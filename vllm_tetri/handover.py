@@ -101,7 +101,6 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     decode: InstanceId
     num_tokens: int
     digest: str
-    num_chunks: int
     reason: str
     prior_output: PriorOutput | None = None
     is_final: bool = False

@@ -29,7 +29,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 12
+VERSION = 13
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 62  # counters of bytes pass 2^53 in weeks
 _MOST_WORDS = 4096  # characters of a reason
@@ -82,7 +82,6 @@ class Dispatched(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     transfer: TransferId
     decode: InstanceId
-    reason: str
     predicted: Prediction | None = None
     ending: PrefillEnding | None = None
 
@@ -151,8 +150,6 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 
 class WhoAreYou(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: the sender is unknown (yet), and has to send `Hello`."""
-
-    router: str
 
 
 class SendCache(msgspec.Struct, frozen=True, tag=True):

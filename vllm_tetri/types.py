@@ -185,7 +185,7 @@ class InstanceInfo:
     max_model_len: int  # longest prompt plus output, in tokens
     block_size: int  # tokens per KV block
     pid: int  # of the engine
-    version: str  # of this package
+    root: str  # the model as its server was told, by which clients find its tokenizer
     continues: bool = True  # it continues after output tokens of another instance
     continues_seeded: bool = True  # also for requests with a seed of their own
     reasons: bool = False  # its API server takes reasoning out of chat responses

@@ -64,7 +64,7 @@ def info(name: str, role: Role) -> InstanceInfo:
     return InstanceInfo(
         id=InstanceId(name), url="http://127.0.0.1:1", role=role, models=("model",),
         kv_endpoint=f"{name}:1", identity={"model": "model"}, max_model_len=4096, block_size=16,
-        pid=1, version="0",
+        pid=1, root="m",
     )  # fmt: skip
 
 

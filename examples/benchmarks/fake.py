@@ -58,7 +58,7 @@ class Fake:
         info = InstanceInfo(
             id=InstanceId(self.name), url=url, role=self._role, models=(MODEL,),
             kv_endpoint="127.0.0.1:1", identity={"model": MODEL}, max_model_len=1 << 20,
-            block_size=16, pid=os.getpid(), version="0",
+            block_size=16, pid=os.getpid(), root="m",
         )  # fmt: skip
         self._agent = Agent(tuple(control.split(",")), info, self, period_s=PERIOD_S)
         self._agent.start()
@@ -120,13 +120,11 @@ class Fake:
         assert self._agent is not None
         ending = PrefillEnding(params.transfer, "fake", self._prompt_ids)
         decode = InstanceId("decode")
-        self._agent.publish(
-            Dispatched(params.request, params.transfer, decode, "fake", ending=ending)
-        )
+        self._agent.publish(Dispatched(params.request, params.transfer, decode, ending=ending))
 
     def _finish(self, connection: Connection, params: PrefillParams) -> None:
         prefilled = Prefilled(
-            params.transfer, InstanceId("decode"), len(self._prompt_ids), "fake", 2, "",
+            params.transfer, InstanceId("decode"), len(self._prompt_ids), "fake", "",
             prior_output=PriorOutput([1]),
         )  # fmt: skip
         connection.write(_completion(handover.to_params(prefilled)))

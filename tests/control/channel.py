@@ -29,7 +29,7 @@ INFO = InstanceInfo(
     InstanceId("i"), "http://127.0.0.1:1", Role.BOTH, ("m",), "127.0.0.1:2", {"a": "b"}, 9,
     16, 1, "0",
 )  # fmt: skip
-DISPATCHED = Dispatched(RequestId("r"), TransferId("t"), InstanceId("d"), "why")
+DISPATCHED = Dispatched(RequestId("r"), TransferId("t"), InstanceId("d"))
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:

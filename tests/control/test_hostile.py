@@ -59,7 +59,7 @@ GOOD = [
         Poll("r", in_flight=3),
         FlipRole(4, Role.DECODE, True, 5.0, "why", 2),
         RoleCommitted(4, 1.0),
-        WhoAreYou("r"),
+        WhoAreYou(),
         Refused("why"),
         CancelTransfer(TransferId("x")),
         TransferLost(TransferId("x")),

@@ -53,7 +53,7 @@ async def test_garbage_on_the_control_and_kv_ports(cluster: Cluster, stock: Stoc
     rng = random.Random(5)
     control = int(cluster.facts["control"].rpartition(":")[2])
     greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48)
-    valid = [greeting, greeting + b"\x00\x10" + messages.encode(messages.WhoAreYou("x"))]
+    valid = [greeting, greeting + b"\x00\x10" + messages.encode(messages.WhoAreYou())]
     poke(control, garbage(rng, valid))
     for port in kv_ports(cluster):
         poke(port, garbage(rng, [os.urandom(64)]))

@@ -188,7 +188,6 @@ def test_each_takes_the_others_role_and_they_go_on(pair: Pair) -> None:
     pair.send("a", tokens)
     response = pair.prefilled("a")
     assert response.decode == pair.decode.info.id
-    assert response.num_chunks == 1  # a decode instance of the harness has larger ones
     pair.decoding("a", tokens)
     pair.settle()
 

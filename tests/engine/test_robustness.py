@@ -193,7 +193,7 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int, spec: Any)
 
 @pytest.mark.parametrize(("name", "is_known"), [("T", True), ("T~1", True), ("U", False)])
 def test_a_retry_is_known_by_its_name(name: str, is_known: bool) -> None:
-    params = Prefilled(TransferId(name), InstanceId("d"), 10, digest_of([1]), 1, "")
+    params = Prefilled(TransferId(name), InstanceId("d"), 10, digest_of([1]), "")
     prefilled = msgspec.json.encode({"kv_transfer_params": to_params(params)})
     found = read_first_token(prefilled, TransferId("T"), is_chat=False)
     assert (found is not None) == is_known

@@ -43,7 +43,7 @@ def info(
         max_model_len=1000,
         block_size=16,
         pid=1,
-        version="0",
+        root="tiny",
         device=device,
     )
 

@@ -62,7 +62,7 @@ def info_of(name: str, role: Role, url: str = "http://127.0.0.1:1", **more: Any)
         "max_model_len": 2048,
         "block_size": 16,
         "pid": 1,
-        "version": "0",
+        "root": "/models/tiny",
     }
     return InstanceInfo(id=InstanceId(name), url=url, role=role, **{**usual, **more})
 
@@ -268,20 +268,19 @@ class FakeInstance:
             decode=InstanceId(self.decode),
             num_tokens=PROMPT_TOKENS,
             digest="d1",
-            num_chunks=1,
             reason="full" if not self.decode else "",
         )
         return web.json_response({"kv_transfer_params": handover.to_params(prefilled)})
 
     def sent(self, leg: Fetch) -> web.Response:
         """It holds the prefix that another one fetches, unless it has no names of blocks."""
-        done = Prefilled(leg.transfer, leg.target, PROMPT_TOKENS, "d1", 1, "fetches")
+        done = Prefilled(leg.transfer, leg.target, PROMPT_TOKENS, "d1", "fetches")
         params = handover.to_params(done) if self.cached else None
         return web.json_response({"kv_transfer_params": params})
 
     def announce(self, leg: PrefillParams) -> None:
         assert self.agent is not None
-        self.agent.publish(Dispatched(leg.request, leg.transfer, InstanceId(self.decode), "test"))
+        self.agent.publish(Dispatched(leg.request, leg.transfer, InstanceId(self.decode)))
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})

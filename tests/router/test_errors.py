@@ -117,7 +117,10 @@ async def test_models_are_the_union_in_the_order_in_which_they_are_served() -> N
         answer = await made.get("/v1/models")
         assert answer["object"] == "list"
         assert [each["id"] for each in answer["data"]] == ["one", "alias", "tiny"]
-        assert (answer["data"][0]["root"], answer["data"][0]["owned_by"]) == ("one", "vllm")
+        assert (answer["data"][0]["root"], answer["data"][0]["owned_by"]) == (
+            "/models/tiny",
+            "vllm",
+        )
         assert answer["data"][0]["permission"][0]["allow_sampling"] is True
         assert answer["data"][0]["max_model_len"] == 2048
 

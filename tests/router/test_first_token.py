@@ -37,6 +37,7 @@ from tests.router.writers import (
     writer,
 )
 from vllm_tetri.handover import DecodeParams, PriorOutput, from_params
+from vllm_tetri.types import TransferId
 
 
 async def engine_dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
@@ -276,7 +277,9 @@ async def test_without_a_taker_for_the_kv_the_prefill_instance_goes_on() -> None
         assert [*made["d1"].calls, *made["d2"].calls] == []
         _, call = made["p"].calls
         leg = from_params(call[1]["kv_transfer_params"])
-        assert leg == DecodeParams("", "d1", PriorOutput([100]))  # type: ignore[arg-type]
+        prior = PriorOutput([100])
+        expected = DecodeParams(TransferId(""), "d1", prior, cached_tokens=CACHED_TOKENS)
+        assert leg == expected
         assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 1
         assert await metric(made, 'tetri_fallbacks_total{reason="no_decode_instance"}') == 1
 

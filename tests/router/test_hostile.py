@@ -46,7 +46,6 @@ GOOD = [
             RequestId("r"),
             TransferId("t"),
             InstanceId("d"),
-            "why",
             Prediction.of_bucket(1, 200),
             PrefillEnding(TransferId("t"), "digest", [1, 2, 3]),
         ),

@@ -99,7 +99,7 @@ async def test_a_request_counts_where_it_is_worked_on() -> None:
     transfer, _ = entry.send_prefill(p, "test")
     assert table.workers == {p: 1}
     for decode in (x, d):  # x refused it
-        table.on_dispatched(Dispatched(RequestId("1"), transfer, decode, "test"))
+        table.on_dispatched(Dispatched(RequestId("1"), transfer, decode))
     assert table.workers == {p: 1}
     assert [table.num_reaching(name) for name in (p, d, x, y)] == [1, 1, 1, 0]
     entry.hand_over(d)

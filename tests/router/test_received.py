@@ -24,7 +24,7 @@ ALIVE = b": keep-alive\n\n"
 def first_of(script: Script, *, is_final: bool = False) -> FirstToken:
     """What the prefill instance answers for an answer."""
     prefilled = Prefilled(
-        TRANSFER, InstanceId("d"), 3, "d1", 1, "", PriorOutput(script.token_ids[:1]), is_final
+        TRANSFER, InstanceId("d"), 3, "d1", "", PriorOutput(script.token_ids[:1]), is_final
     )
     one = replace(script, texts=script.texts[:1])
     if not is_final:

@@ -155,7 +155,7 @@ def prefilled(
     logprobs = "AAAA" if script.has_logprobs else ""
     said = Prefilled(
         TransferId(leg.transfer + attempt), InstanceId("" if is_final else decode), 3, "d1",
-        1 + is_early, "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
+        "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
         [] if is_final else PROMPT_IDS, PREDICTED if is_early else None, CACHED_TOKENS,
         HELD_TOKENS,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def prefill(
             assert fake.agent is not None
             ending = PrefillEnding(leg.transfer, "d1", PROMPT_IDS, CACHED_TOKENS, HELD_TOKENS)
             fake.agent.publish(
-                Dispatched(leg.request, leg.transfer, InstanceId("d1"), "test", PREDICTED, ending)
+                Dispatched(leg.request, leg.transfer, InstanceId("d1"), PREDICTED, ending)
             )
             await release.wait()
         script = script_of(request, body)

@@ -282,7 +282,7 @@ def _check(info: InstanceInfo) -> None:
         raise ProtocolError(f"{info.id}: KV endpoint {info.kv_endpoint[:80]!r} is not HOST:PORT")
     if not 0 < info.block_size < _MOST_TOKENS or not 0 < info.max_model_len < _MOST_TOKENS:
         raise ProtocolError(f"{info.id}: blocks and models have 1 to {_MOST_TOKENS} tokens")
-    texts = [*info.models, info.version, info.device, info.checkpoint]
+    texts = [*info.models, info.root, info.device, info.checkpoint]
     texts += [*info.identity, *info.identity.values()]
     if len(texts) > _MAX_FACTS or max(map(len, texts)) > _MAX_URL:
         raise ProtocolError(f"{info.id}: its description exceeds {_MAX_FACTS} texts of {_MAX_URL}")

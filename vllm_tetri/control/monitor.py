@@ -301,7 +301,7 @@ class Monitor:
 
     def _ask_for_hello(self, sender: bytes) -> None:
         if self.members.may_join(sender):
-            self._send(sender, messages.WhoAreYou(self._name))
+            self._send(sender, messages.WhoAreYou())
 
     def _send(self, sender: bytes, message: messages.ToInstance | bytes) -> bool:
         frame = message if isinstance(message, bytes) else messages.encode(message)

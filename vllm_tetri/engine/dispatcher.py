@@ -101,10 +101,9 @@ class Dispatcher:
         ending: PrefillEnding | None = None,
     ) -> None:
         """Tell the routers which instance was chosen, or that its decode request may begin."""
-        instance, reason = dispatch.instance, dispatch.reason
         predicted = self.predictions.get(request.request_id)
         self._agent.publish(
-            Dispatched(params.request, params.transfer, instance, reason, predicted, ending)
+            Dispatched(params.request, params.transfer, dispatch.instance, predicted, ending)
         )
 
     def is_final(self, request: Request) -> bool:

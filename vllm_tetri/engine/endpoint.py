@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import psutil
 from msgspec.structs import replace as replace_struct
 
-import vllm_tetri
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine.compat import Request, is_cpu
@@ -217,7 +216,7 @@ class Endpoint(LoadReader):
             max_model_len=model.max_model_len,
             block_size=max(1, blocks.block_tokens // max(1, len(blocks.growing))),
             pid=os.getpid(),
-            version=vllm_tetri.__version__,
+            root=str(model.model_weights or model.model),
             continues=continuations.is_supported,
             continues_seeded=continuations.is_seeded_supported,
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",

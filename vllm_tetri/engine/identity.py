@@ -87,6 +87,7 @@ def identity_of(
         "drafts": _drafts_of(vllm_config),
         "media": _media_of(vllm_config),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": str(model.max_model_len),  # an output must not end sooner elsewhere
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "kv_groups": "; ".join(map(_group_words, kv_cache_config.kv_cache_groups)),
         "kv_pages": "; ".join(pages),

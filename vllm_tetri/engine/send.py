@@ -255,7 +255,6 @@ class SendSide:
             decode=dispatch.instance if dispatch else InstanceId(""),
             num_tokens=request.num_prompt_tokens,
             digest=send.digest or prompt_digest(request),
-            num_chunks=send.num_chunks,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
             prior_output=PriorOutput(output) if output else None,
             is_final=is_final,

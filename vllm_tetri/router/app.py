@@ -210,7 +210,7 @@ class _Routes:
                 "object": "model",
                 "created": now,
                 "owned_by": "vllm",
-                "root": adapter.path if adapter else info.models[0],
+                "root": adapter.path if adapter else info.root,
                 "parent": info.models[0] if adapter else None,
                 "max_model_len": None if adapter else info.max_model_len,
                 "permission": [_PERMISSION | {"id": f"modelperm-{name}", "created": now}],

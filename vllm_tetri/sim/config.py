@@ -109,7 +109,7 @@ class InstanceConfig:
             max_model_len=_WINDOW_TOKENS,
             block_size=self.engine.block_size,
             pid=1,
-            version="sim",
+            root="sim",
         )
 
 
