@@ -147,11 +147,12 @@ def look(mode: str, measured: float, error: float = 0.0, num: int = 100, **costs
     """What `compare` says of a router: a measured cost, and the simulated ones of modes."""
 
     def row(cost: float, **names: Any) -> dict[str, Any]:
-        return {"ttft_mean_s": cost, "jct_mean_s": cost, **names}
+        return {"ttft_mean_s": cost, "jct_mean_s": cost, "jct_p99_s": cost, **names}
 
     rows = [row(cost, mode=name, is_usual=True) for name, cost in costs.items()]
     cheap = row(0.1, mode="split", is_usual=False)  # other chunks, which no order sets
-    return {"mode": mode, "num_requests": num, "systems": [row(measured), *rows, cheap],
+    return {"mode": mode, "num_requests": num, "span_s": 9.0,
+            "systems": [row(measured), *rows, cheap],
             "errors": {"ttft_mean_s": -error, "jct_mean_s": 0.0}}  # fmt: skip
 
 
@@ -184,7 +185,9 @@ def test_a_mode_that_proves_worse_is_left_again_for_some_time() -> None:
     assert modes(better, better, worse, *[better] * 13) == barred
     longer = look("whole", 1.2, split=2.4, whole=1.2)  # other requests, which all cost more
     assert modes(better, better, longer, worse) == ["", "whole", "", ""]
-    few = look("whole", 9, num=99, split=1, whole=0.5)
+    few = look("whole", 4, num=99, split=1, whole=0.5)
+    short = look("whole", 4.6, split=1, whole=0.5)  # the long ones have not ended
+    assert modes(better, better, short, worse) == ["", "whole", "", "split"]
     assert modes(better, better, few, few, worse) == ["", "whole", "", "", "split"]
     slow = look("split", 2, split=1, whole=0.5)  # everything takes twice as long as simulated
     assert modes(slow, slow, look("whole", 1.9, split=1, whole=0.5)) == ["", "whole", ""]
@@ -221,6 +224,8 @@ def test_every_some_seconds_the_router_is_told_and_set_and_may_be_away(tmp_path:
 def test_setting_the_mode_needs_a_period(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["regret", "--set-mode"]) == 2
     assert "--set-mode needs --every" in capsys.readouterr().err
+    assert cli.main(["regret", "--set-mode", "--every", "9", "--requests", "99"]) == 2
+    assert "--set-mode needs --requests 100" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -150,7 +150,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "free /dev/shm and 1/8 of the memory")] = None
     kv_pool: Annotated[str, _option(
         "memory for KV blocks that the prefix cache has no room for, from which later prompts get "
-        "them back; with a folder, a file there, of which the kernel keeps in memory what fits",
+        "them back; with a folder (CPUs only), a file there, of which the kernel keeps in memory "
+        "what fits",
         "SIZE[:FOLDER]", "none")] = ""
     push: Annotated[Literal["chunk", "layer", "auto", "request"], _option(
         "when KV leaves: after its chunk; of a last chunk also layer by layer while it is computed "

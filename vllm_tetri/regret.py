@@ -64,12 +64,14 @@ def run(options: argparse.Namespace) -> int:
     above_0(requests=options.requests, every=options.every)
     if options.set_mode and options.every is None:
         raise ConfigError("--set-mode needs --every: a mode has to prove itself")
+    if options.set_mode and (options.requests or _JUDGED_REQUESTS) < _JUDGED_REQUESTS:
+        raise ConfigError(f"--set-mode needs --requests {_JUDGED_REQUESTS} or more, or none")
     if options.every is not None:
         _Watch(options).run()
-    shown = compare(history := _history(options))
+    shown = compare(_history(options))
     table = empty_table(
         ("", "TTFT\nmean", "TTFT\np99", "JCT\nmean", "JCT\np99", "split", "regret"),
-        title=f"{len(history['requests'])} requests that ended at {options.url}",
+        title=f"{shown['num_requests']} requests that ended at {options.url}",
         caption="times in ms; all but the first row are simulated",
     )
     for row in shown["systems"]:
@@ -150,8 +152,9 @@ class Tuner:
         self._barred = {name: left - 1 for name, left in self._barred.items() if left > 1}
         usual = {row["mode"]: cost(row) for row in found["systems"][1:] if row["is_usual"]}
         if self._before is not None and self._before[0] in usual:
-            if found["num_requests"] < _JUDGED_REQUESTS:
-                return None
+            own = found["systems"][0]
+            if found["num_requests"] < _JUDGED_REQUESTS or found["span_s"] < 2 * own["jct_p99_s"]:
+                return None  # what ended so far are the short ones
             (before, ratio), self._before = self._before, None
             worse = measured / (usual[before] * ratio) - 1
             if worse > _MOST_WORSE:
@@ -213,6 +216,7 @@ def compare(history: Row) -> dict[str, Any]:
         "systems": [own, *rows],
         "mode": history["mode"],
         "num_requests": len(specs),
+        "span_s": max(each.arrival_s for each in specs),
         "regret": rows[0]["regret"],
         "errors": errors,
     }

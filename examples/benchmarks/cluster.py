@@ -17,13 +17,14 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from vllm_tetri.bench import TETRI, VLLM, Child, responds
-from vllm_tetri.launch.machine import cpu_facts, free_port, is_cpu_build, vllm_version
+from vllm_tetri.launch.machine import cores_of, cpu_facts, free_port, is_cpu_build, vllm_version
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 KV_BYTES = 1 << 30
@@ -134,7 +135,8 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Site]:
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
     options.folder.mkdir(parents=True, exist_ok=True)
-    cores = tuple(sorted(os.sched_getaffinity(0)))[: options.cores]
+    # One thread of each, so that all systems compute with as many.
+    cores = tuple(each[0] for each in cores_of(os.sched_getaffinity(0)))[: options.cores]
     folder = options.folder.resolve()
     serve = tuple(words[cut + 1 :])
     return options, Site(options.model, cores, folder, serve, kv_bytes=options.kv_bytes)
@@ -170,8 +172,7 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
             yield facts["url"]
         elif name.startswith("replicas"):
             is_shared = system.engines > len(site.cores)
-            is_halved = system.engines > 1 and not is_shared
-            places = _halves(site) if is_halved else [site.cores] * system.engines
+            places = parts_of(site.cores, system.engines)
             calm = {**PASSIVE, "OMP_NUM_THREADS": "1"} if is_shared else None
             urls = [
                 stack.enter_context(stock(site, f"{name}-{part}", system, cores, variables=calm))
@@ -273,7 +274,9 @@ def _nixl_pair(site: Site, system: System) -> Iterator[str]:
     """
     with ExitStack() as stack:
         urls = []
-        for role, cores in zip(("kv_producer", "kv_consumer"), _halves(site), strict=True):
+        for role, cores in zip(
+            ("kv_producer", "kv_consumer"), parts_of(site.cores, 2), strict=True
+        ):
             config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
             words = ["--kv-transfer-config", json.dumps(config)]
             variables = {
@@ -324,9 +327,12 @@ def _completes(url: str, site: Site) -> bool:
     return False
 
 
-def _halves(site: Site) -> tuple[Sequence[int], Sequence[int]]:
-    half = max(1, len(site.cores) // 2)
-    return site.cores[:half], site.cores[-half:]
+def parts_of(cores: Sequence[int], number: int) -> list[Sequence[int]]:
+    """Divide cores among so many engines, as `up` does, or let all share what are fewer."""
+    if len(cores) < number:
+        return [cores] * number
+    ends = [len(cores) * each // number for each in range(number + 1)]
+    return [cores[start:end] for start, end in pairwise(ends)]
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

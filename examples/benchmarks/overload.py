@@ -138,7 +138,13 @@ def promises(
     throughput = f"{rows[1]['served/s']:.2f} a second, {part:.2f} of {served_per_s:.2f}"
     back = "not while it was watched" if waited_s is None else f"after {waited_s:.1f} s"
     is_back, is_long = waited_s is not None and waited_s <= BACK_S, seconds >= LONG_S
+    fair = []
+    if clients := rows[3:]:  # the greedy one and the modest one
+        greedy, modest = (each["refused"] / max(1, each["sent"]) for each in clients)
+        words = f"{modest:.0%} of its requests, {greedy:.0%} of the other's"
+        fair = [Promise("who asks for less is refused less", modest <= greedy, words)]
     return [
+        *fair,
         Promise("every response is complete, or a clear refusal", not bad, f"{bad} are neither"),
         Promise(
             "an overload takes nothing from the throughput",

@@ -121,7 +121,8 @@ def transfer_config(role: Role, **options: Any) -> Any:
         "instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",),
         "chunk_size": 512,
     }  # fmt: skip
-    return roles.kv_transfer_config(TetriConfig(role=role, **{**own, **options}), ["harness"])
+    config = TetriConfig(role=role, **{**own, **options})
+    return roles.kv_transfer_config(config, ["harness"], "org/harness")
 
 
 @dataclass(frozen=True)

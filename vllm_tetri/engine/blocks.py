@@ -10,6 +10,7 @@ those before its `first` token, which the receiver has in its prefix cache.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import lcm
 
@@ -129,9 +130,13 @@ class Pins:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are kept, of the group with the most."""
-        held = (max(map(len, groups), default=0) for groups in self._groups.values())
-        return sum(held) if self._groups else 0
+        """How many blocks are kept for nothing else, of the group with the most."""
+        most = 0
+        for group in zip(*self._groups.values(), strict=True):  # of all requests
+            held = Counter(block.block_id for blocks in group for block in blocks)
+            every = {block.block_id: block for blocks in group for block in blocks}
+            most = max(most, sum(every[each].ref_cnt == held[each] for each in held))
+        return most
 
     def hold(self, request: Request) -> int:
         """Keep what is cached of a request that waits, and return how many tokens that are."""

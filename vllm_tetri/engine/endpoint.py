@@ -36,7 +36,7 @@ from vllm_tetri.engine.prediction import (
     state_path,
 )
 from vllm_tetri.engine.receive import ReceiveSide
-from vllm_tetri.engine.roles import device_place, first_gpu, near_device, rank_of
+from vllm_tetri.engine.roles import ROOT_KEY, device_place, first_gpu, near_device, rank_of
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.engine.times import RequestTimes
@@ -206,6 +206,7 @@ class Endpoint(LoadReader):
         arena_bytes = self.receiver.stats().arena_total_bytes
         # Harmony's parser separates reasoning with any parser option.
         parser = self._vllm_config.structured_outputs_config.reasoning_parser
+        transfer = self._vllm_config.kv_transfer_config
         return InstanceInfo(
             id=InstanceId(self.config.instance),
             url=self.config.url,
@@ -216,7 +217,7 @@ class Endpoint(LoadReader):
             max_model_len=model.max_model_len,
             block_size=max(1, blocks.block_tokens // max(1, len(blocks.growing))),
             pid=os.getpid(),
-            root=str(model.model_weights or model.model),
+            root=transfer.kv_connector_extra_config[ROOT_KEY],
             continues=continuations.is_supported,
             continues_seeded=continuations.is_seeded_supported,
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",

@@ -99,6 +99,7 @@ class CountsOnce(OutputProcessor):
         if iteration_stats is None or not was_prefilling or stats is None:
             return
         if stats.num_prompt_tokens == 0:  # `Continuations.show` has put prior output in front
+            iteration_stats.prompt_token_stats.cached_tokens -= stats.num_cached_tokens
             iteration_stats.time_to_first_tokens_iter.pop()
             iteration_stats.num_generation_tokens -= len(engine_core_output.new_token_ids) - 1
 

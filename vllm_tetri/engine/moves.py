@@ -245,9 +245,12 @@ class MoveSide:
         return freeable
 
     def moved_by(self, request: Request) -> str:
-        """Return the transfer by which a request that ends here goes on elsewhere, or nothing."""
-        each = self._leaving.get(request.request_id)
-        return "" if each is None or request.status in COMPLETE else each.transfer
+        """Return the transfer by which a request that ends here goes on elsewhere, as it leaves or
+        did not come; or nothing."""
+        if request.status in COMPLETE:
+            return ""
+        leaves = self._leaving.get(request.request_id)
+        return leaves.transfer if leaves is not None else self.arrivals.get(request.request_id, "")
 
     def finish(self, request: Request) -> bool | None:
         """Record the end of a request; return whether vLLM must keep its blocks, None if it was not

@@ -266,7 +266,8 @@ class Predictions:
 
 def is_stopped(request: Request) -> bool:
     """Whether an ended request's output has the length that the model gave it. vLLM's API server
-    finds stop strings, and then aborts the request, as it does if a client leaves."""
+    finds stop strings, and then aborts the request, as it does if its client leaves: with stop
+    strings that is taken for the former, which happens far more often."""
     sampling = request.sampling_params
     stops = sampling is not None and bool(sampling.stop) and request.num_output_tokens > 0
     is_aborted = request.status is RequestStatus.FINISHED_ABORTED

@@ -45,6 +45,7 @@ MIDDLEWARE = "vllm_tetri.engine.middleware.TetriMiddleware"
 EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
 NAMES_KEY = "tetri_models"  # the names that the API server serves the model by
+ROOT_KEY = "tetri_root"  # the model as it was told
 
 # Options that a role decides. A user's own value contradicts the role.
 OWNED = ("scheduler_cls", "kv_transfer_config")
@@ -101,7 +102,7 @@ def expand_role(
     model = getattr(namespace, "model_tag", None) or namespace.model
     # Not vLLM's configuration: that knows one name only, offline the folder of the hub's cache.
     names = getattr(namespace, "served_model_name", None) or [model]
-    namespace.kv_transfer_config = kv_transfer_config(config, names)
+    namespace.kv_transfer_config = kv_transfer_config(config, names, model)
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
     if num_engines > 1:
@@ -195,7 +196,7 @@ def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
             )
 
 
-def kv_transfer_config(config: TetriConfig, names: Sequence[str]) -> Any:
+def kv_transfer_config(config: TetriConfig, names: Sequence[str], root: str) -> Any:
     """Return vLLM's configuration of our connector, for a model that is served by these names."""
     from vllm.config import KVTransferConfig
 
@@ -206,7 +207,11 @@ def kv_transfer_config(config: TetriConfig, names: Sequence[str]) -> Any:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         engine_id=config.instance,
-        kv_connector_extra_config={CONFIG_KEY: to_builtins(config), NAMES_KEY: list(names)},
+        kv_connector_extra_config={
+            CONFIG_KEY: to_builtins(config),
+            NAMES_KEY: list(names),
+            ROOT_KEY: root,
+        },
     )
 
 

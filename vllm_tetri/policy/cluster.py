@@ -48,8 +48,8 @@ class InstanceRow:
     __slots__ = (
         "alone", "arena_tokens", "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost",
         "decodes", "device", "free_bytes", "free_tokens", "heavy", "id", "key", "kv_endpoint",
-        "left_tokens", "light", "num_requests", "others", "prompt_share", "queued_tokens",
-        "remaining_tokens", "reported_s", "request_s", "role", "step_s", "view",
+        "left_tokens", "light", "num_queued", "num_requests", "others", "prompt_share",
+        "queued_tokens", "remaining_tokens", "reported_s", "request_s", "role", "step_s", "view",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +69,8 @@ class InstanceRow:
         self.reported_s = now - view.age_s
         self.chunk_tokens = load.next_chunk_tokens or load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
         self.queued_tokens = load.queued_prefill_tokens
+        # Prompts: those that wait, and one that is computed in part.
+        self.num_queued = load.waiting + int(load.queued_prefill_tokens > 0)
         self.heavy, self.light = load.heavy, load.light
         self.decodes = round(load.heavy + load.light)  # requests that decode there, or will
         self.num_requests = load.running + load.waiting  # as reported
@@ -112,10 +114,10 @@ class InstanceRow:
         return tokens * (self.cost.prompt_s + each_tokens / 2 * self.cost.context_s)
 
     def queued_s(self) -> float:
-        """Return how long its queue takes, decodes and the step's base aside; of queued prompts
-        their number is known, one that is computed in part included."""
-        num_prompts = max(0, self.view.load.waiting) + 1
-        return self.work_s(self.queued_tokens, self.queued_tokens / num_prompts)
+        """Return how long its queue takes, decodes and the step's base aside, if all prompts in it
+        are equally long."""
+        each_tokens = self.queued_tokens / (self.num_queued if self.num_queued > 1 else 1)
+        return self.work_s(self.queued_tokens, each_tokens)
 
     def copy(self) -> InstanceRow:
         """Return a row that can be changed."""
@@ -123,7 +125,8 @@ class InstanceRow:
         row = InstanceRow(self.view, self.cost, self.key, self.prompt_share, at_s)
         row.role, row.others, row.busy_others = self.role, self.others, self.busy_others
         row.heavy, row.light, row.decodes = self.heavy, self.light, self.decodes
-        row.queued_tokens, row.step_s = self.queued_tokens, self.step_s
+        row.queued_tokens, row.num_queued = self.queued_tokens, self.num_queued
+        row.step_s = self.step_s
         row.remaining_tokens, row.left_tokens = self.remaining_tokens, self.left_tokens
         row.free_tokens, row.free_bytes = self.free_tokens, self.free_bytes
         return row

@@ -45,8 +45,8 @@ class ClusterState:
         self._grace_s = grace_s
         self._sent: deque[Sent] = deque(maxlen=_MAX_ENTRIES)
         self._changed: dict[InstanceId, InstanceRow] = {}  # rows with something sent on top
-        # A heap: when prompts should be computed, where they are, and their tokens.
-        self._computed: list[tuple[float, InstanceId, int]] = []
+        # A heap: when prompts should be computed, where they are, their tokens and number.
+        self._computed: list[tuple[float, InstanceId, int, int]] = []
         self._listed = self.table  # whose queues are in it
 
     def observe(self, table: ClusterTable) -> None:
@@ -73,14 +73,16 @@ class ClusterState:
             self._listed = self.table
             busy = (row for row in self.table.by_id.values() if row.queued_tokens > 0)
             computed += [
-                (row.computed_s(row.reported_s), row.id, row.queued_tokens) for row in busy
+                (row.computed_s(row.reported_s), row.id, row.queued_tokens, row.num_queued)
+                for row in busy
             ]
             heapify(computed)
         while computed and computed[0][0] <= now:
-            computed_s, name, tokens = heappop(computed)
+            computed_s, name, tokens, num_prompts = heappop(computed)
             if self._is_computed(name, computed_s, now):
                 row = self.own(name, is_read=True)
                 row.queued_tokens = max(0, row.queued_tokens - tokens)
+                row.num_queued -= num_prompts
                 self._recount(row, is_read=True)
 
     def _is_computed(self, name: InstanceId, computed_s: float, now: float) -> bool:
@@ -120,7 +122,8 @@ class ClusterState:
             if name == sent.prefill:
                 new_tokens = sent.need.prompt_tokens - sent.need.cached_tokens
                 row.queued_tokens += new_tokens
-                heappush(self._computed, (sent.computed_s, name, new_tokens))
+                row.num_queued += 1
+                heappush(self._computed, (sent.computed_s, name, new_tokens, 1))
             if name == sent.decode:
                 row.add_decode(sent.need)
             self._recount(row, is_read=is_read)

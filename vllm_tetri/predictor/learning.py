@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import choice, uniform
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -69,10 +70,16 @@ class Comparison:
 
     def judge(self, states: list[_State], num_tokens: int, *, is_cut: bool) -> None:
         """Learn from an output; of one that was cut only what is too short is known to be wrong."""
-        for state in states:
-            if state.expected_tokens:
-                errors = state.expected_tokens - num_tokens, state.usual_tokens - num_tokens
-                self.add(*(max(0.0, -each) if is_cut else abs(each) for each in errors))
+        errors = [
+            [
+                max(0.0, num_tokens - expected) if is_cut else abs(num_tokens - expected)
+                for expected in (each.expected_tokens, each.usual_tokens)
+            ]
+            for each in states
+            if each.expected_tokens
+        ]
+        if errors:
+            self.add(*map(fmean, zip(*errors, strict=True)))
 
     def add(self, error: float, usual_error: float) -> None:
         """Learn from one output: both errors, in tokens."""

@@ -139,7 +139,7 @@ def _pieces(body: dict[str, Any], *, is_chat: bool) -> Iterator[tuple[bytes, int
         messages = messages if isinstance(messages, list) else []
         for message, following in pairwise([*messages, None]):
             is_answer = isinstance(following, dict) and following.get("role") == "assistant"
-            num_bytes = len(msgspec.json.encode(following)) if is_answer else 0
+            num_bytes = len(msgspec.json.encode(_without_media(following))) if is_answer else 0
             yield from _cut(msgspec.json.encode(_without_media(message)), num_bytes)
         return
     prompt = body.get("prompt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from email.utils import formatdate
 from functools import cached_property, lru_cache
 from http import HTTPStatus
 from typing import Any, TypeGuard, TypeVar
@@ -343,6 +344,12 @@ def head_of(first: str, headers: Mapping[str, str]) -> bytes:
     if not head.count("\n") == head.count("\r") == len(lines) + 1:
         raise ValueError("a header contains a line break")
     return head.encode("utf-8", "surrogateescape")
+
+
+@lru_cache(maxsize=1)
+def date_at(_: int) -> str:
+    """Return the date of a second of the event loop's clock, which is now."""
+    return formatdate(usegmt=True)
 
 
 def response_of(refusal: Refusal) -> bytes:

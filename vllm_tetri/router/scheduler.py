@@ -332,8 +332,10 @@ class GlobalScheduler:
 
     def _record_refused(self, request: ApiRequest, refusal: Refusal) -> None:
         """Record a request that is not begun."""
-        outcome, now = "error" if refusal.status >= 500 else "rejected", time.monotonic()
-        outcome = {LATE: "late", POISON: "poison"}.get(refusal.kind, outcome)
-        entry = self.table.enter(request.request_id, now=now, is_counted=False)
+        usual = "error" if refusal.status >= 500 else "rejected"
+        outcome = {LATE: "late", POISON: "poison"}.get(refusal.kind, usual)
         self.metrics.requests.labels("none", outcome).inc()
-        self.history.record(entry, "none", outcome, str(refusal), now)
+        if outcome != usual:  # others may be thousands, instead of those that were served
+            now = time.monotonic()
+            entry = self.table.enter(request.request_id, now=now, is_counted=False)
+            self.history.record(entry, "none", outcome, str(refusal), now)

@@ -13,8 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from email.utils import formatdate
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import HttpVersion11, StreamReader, web
@@ -24,7 +23,7 @@ from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.http_client import descriptor_of
-from vllm_tetri.router.request import head_of, response_of
+from vllm_tetri.router.request import date_at, head_of, response_of
 from vllm_tetri.router.shared_port import SharedPort
 
 _CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
@@ -127,19 +126,19 @@ class Connection(web.RequestHandler):
         )
         self._limits, self._admitted, self._limit_log = limits, admitted, limit_log
         self._stream: asyncio.Transport | None = None
-        self._body: StreamReader | None = None  # of the request that is served
+        self.body: StreamReader | None = None  # of the request that is served
         self._head_since_s: float | None = None
         self._unread_since_s: float | None = None  # since when sent bytes are unread
         self._unread_bytes = 0  # how many were at that time
 
     def set_serving(self, body: StreamReader | None) -> None:
         """Record that the head of a request is complete; None: that it has its response."""
-        self._body, self._head_since_s = body, None
+        self.body, self._head_since_s = body, None
 
     @property
     def is_receiving(self) -> bool:
         """Whether a part of a request's body is still to come."""
-        return self._body is not None and not self._body.is_eof()
+        return self.body is not None and not self.body.is_eof()
 
     def check_time(self, now: float) -> None:
         """End the connection if its client is too slow."""
@@ -186,7 +185,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if data and self._body is None and self._head_since_s is None:
+        if data and self.body is None and self._head_since_s is None:
             self._head_since_s = self._loop.time()
         super().data_received(data)
 
@@ -256,7 +255,7 @@ class StreamedResponse(web.StreamResponse):
         self._is_chunked, self._is_over = version >= HttpVersion11, False
         self._keeps_alive = self._is_chunked and request.keep_alive
         permit_origin(request, self)
-        self.headers.setdefault("Date", _date(int(asyncio.get_running_loop().time())))
+        self.headers.setdefault("Date", date_at(int(asyncio.get_running_loop().time())))
         if self._is_chunked:
             self.headers["Transfer-Encoding"] = "chunked"
         if not self._keeps_alive:
@@ -310,12 +309,6 @@ class StreamedResponse(web.StreamResponse):
             self.send(data, is_last=True)
 
 
-@lru_cache(maxsize=1)
-def _date(_: int) -> str:
-    """Return the date of a second of the event loop's clock."""
-    return formatdate(usegmt=True)
-
-
 @dataclass(slots=True)
 class Listener:
     """The address of its own port, and the admitted connections of all ports that are still open.
@@ -364,12 +357,15 @@ async def listening(
             port.close()
             await asyncio.sleep(0)  # requests that were accepted begin
             until_s = loop.time() + listener.stop_s
-            # aiohttp drops what comes later, bodies included.
-            while any(each.is_receiving for each in connections) and loop.time() < until_s:
+            # aiohttp drops what comes later, bodies that have begun included.
+            due = {each.body for each in connections if each.is_receiving}
+            while due and loop.time() < until_s:
                 await asyncio.sleep(_LOOK_AGAIN_S)
+                due &= {each.body for each in connections if each.is_receiving}
             server.pre_shutdown()
             await app.shutdown()
-            await server.shutdown(max(0.0, until_s - loop.time()) / 2)  # it waits so long twice
+            left_s = max(_LOOK_AGAIN_S, until_s - loop.time())  # 0 means no limit
+            await server.shutdown(left_s / 2)  # it waits so long twice
     finally:
         await runner.cleanup()
 

@@ -47,6 +47,11 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
+def _oldest(waiting: tuple[object, deque[tuple[Order, float]]]) -> float:
+    """Return the deadline of the first order in a queue."""
+    return waiting[1][0][1]
+
+
 class Push:
     """The push thread of a worker. Owns its wires. Close the sender first, then this."""
 
@@ -107,7 +112,7 @@ class Push:
                 deadline = time.monotonic() + self._timeout_s
                 queue = self._queues.setdefault((order.kind, order.endpoint), deque())
                 queue.append((order, deadline))
-            for (kind, _), queue in self._queues.items():
+            for (kind, _), queue in sorted(self._queues.items(), key=_oldest):
                 self._begin(kind, queue)
             self._queues = {key: queue for key, queue in self._queues.items() if queue}
             self._under_way = [each for each in self._under_way if not self._is_over(*each)]
