@@ -276,9 +276,11 @@ def test_what_is_not_exact_is_computed_again_and_counted(
 def test_many_prior_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair) -> None:
     tokens, prior_output = list(range(30)), PriorOutput(list(range(40)))
     for name in ("a", "b"):
-        kv_params = DecodeParams(TransferId(""), digest_of(tokens), prior_output)
+        kv_params = DecodeParams(TransferId(""), digest_of(tokens), prior_output, cached_tokens=12)
         continue_at(pair.decode, name, tokens, kv_params, max_tokens=42)
         assert run(pair.decode, name) == [*range(40), 7, 7]
+        counted = pair.decode.counted[name]  # for its client; vLLM's metrics have it already
+        assert (counted.num_prompt_tokens, counted.num_cached_tokens) == (0, 12)
     pair.settle()
 
 

@@ -79,6 +79,7 @@ ALONE = {
     "prunes videos": (config(multimodal_config=media(video_pruning_rate=0.5)), caches(FULL)),
     "no names": (config(multimodal_config=media(mm_processor_cache_gb=0)), caches(FULL)),
     "diffusion": (config(is_diffusion=True), caches(FULL)),
+    "routed experts": (config(aux_output_config=SimpleNamespace(enabled=True)), caches(FULL)),
     "drafts": (config(speculative_config=SimpleNamespace(method="medusa")), caches(FULL)),
     "pipeline": (config(pipeline_parallel_size=2), caches(FULL)),
     "context parallelism": (config(decode_context_parallel_size=2), caches(FULL)),

@@ -244,3 +244,27 @@ def test_two_requests_of_one_name_do_not_move(tmp_path: Path) -> None:
         assert both.answer().problem == GONE
         both.run(lambda: both.here.finished.keys() >= {HERE, "cmpl-x-0-3333"})
         assert both.here.outputs["cmpl-x-0-3333"] == [7] * NUM_OUTPUT
+
+
+def test_an_output_that_comes_and_goes_is_counted_where_it_ends(tmp_path: Path) -> None:
+    """Here it is aborted before it went on, though its prior output had come."""
+    with made(tmp_path) as both:
+        both.here.scheduler.requests[HERE].sampling_params.stop = ["."]
+        both.order()
+        request = both.open()
+        request.sampling_params.stop = ["."]
+        request.append_output_token_ids([7] * 50)  # as when the prior output has come
+        both.there.abort(THERE)
+        both.stays()
+        ends = (each.load().decodes_done for each in (both.here, both.there))
+        assert [*ends] == [1, 0]
+        assert both.there.load().usual_tokens == 0
+
+
+def test_a_stop_string_that_vllms_server_finds_ends_an_output_whose_length_is_learnt(
+    tmp_path: Path,
+) -> None:
+    with made(tmp_path) as both:
+        both.request.sampling_params.stop = ["."]
+        both.here.abort(HERE)
+        assert both.here.load().usual_tokens > 0

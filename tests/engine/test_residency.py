@@ -180,6 +180,19 @@ def test_reports_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert set(reader.chains) == {"a", "b"}
 
 
+def test_events_wait_for_a_report_but_not_for_ever(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a router nobody asks for reports."""
+    monkeypatch.setattr(residency, "_MAX_BATCHES", 3)
+    kept = []
+    monkeypatch.setattr(engine.endpoint.cache, "_read", lambda: kept.append(1))
+    for number in range(4):
+        engine.add(f"r{number}", [number, *PROMPT])
+        engine.run_until(lambda number=number: f"r{number}" in engine.finished)
+    assert kept
+
+
 def test_marks_tell_how_much_of_a_prompt_a_chain_is(engine: Engine) -> None:
     reader = Reader(engine)
     serve(engine, "a", PROMPT, max_tokens=200)  # 17 blocks

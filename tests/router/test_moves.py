@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -348,3 +349,25 @@ async def test_an_output_whose_instance_hangs_in_its_move_goes_on_at_once() -> N
         await eventually(lambda: transfer in both.b.lost)
         both.begins.set()
         is_whole(*await asking, COMPLETION)
+
+
+async def test_a_response_that_is_not_streamed_survives_a_move_whose_source_hangs() -> None:
+    """The target gives the output up; the request goes there once more."""
+
+    async def gives_up(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        if len(fake.calls) == 1:
+            await eventually(lambda: fake.lost)
+            aborted = script_of(request, body).whole()
+            aborted["choices"][0]["finish_reason"] = "abort"
+            text = json.dumps(aborted, separators=(",", ":"))
+            return web.Response(text=text, content_type="application/json")
+        return web.json_response(script_of(request, body).whole())
+
+    async with stage() as both:
+        both.b.handler = gives_up
+        asking = asyncio.create_task(both.made.ask(COMPLETION, **body_of(COMPLETION)))
+        await both.moving(0)
+        both.a.speaks.clear()
+        status, answer, headers = await asking
+        assert (status, headers["x-tetri-decode"]) == (200, "b")
+        assert answer["choices"][0]["finish_reason"] != "abort"
