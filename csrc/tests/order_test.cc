@@ -120,6 +120,7 @@ TEST(order_that_is_begun_keeps_the_slot_of_a_transfer_that_the_receiver_stops) {
   eventually([&] { return it.transfer->state() == TransferState::kFailed; });
   CHECK(!it.order->live());
   CHECK(!it.is_free());
+  CHECK(it.receiver.stats().quarantined == 1);
   it.order->failed("stopped");
   eventually([&] { return it.is_free(); });
 }

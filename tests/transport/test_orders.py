@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,34 +185,6 @@ def test_an_offer_that_is_made_later_is_seen_by_later_sessions(dma: Backend) -> 
     assert not order.begin()
 
 
-def test_a_cancelled_transfer_keeps_its_slot_while_an_order_is_begun(dma: Backend) -> None:
-    receiver, sender, transfer, order = begun_order(dma)
-    transfer.cancel()
-    assert not transfer.quiesced
-    other = sender.open(receiver.endpoint, "u", 1, 512)  # the same connection, and so later
-    eventually(lambda: other.state == TransferState.SENDING)
-    assert receiver.stats().filling == 2
-    order.placed()
-    assert transfer.quiesced
-    eventually(lambda: receiver.stats().filling == 1)
-    assert "the sender cancelled it" in receiver.find("t").error
-    other.cancel()
-    eventually(lambda: empty(receiver))
-
-
-def test_a_receiver_that_cancels_waits_for_an_order_that_is_begun(dma: Backend) -> None:
-    receiver, sender, transfer, order = begun_order(dma)
-    receiver.cancel("t")
-    fails(transfer, Status.CANCELLED)
-    assert not order.live()
-    assert not transfer.quiesced
-    assert sender.send(receiver.endpoint, b"after", 10.0) == Status.OK
-    assert receiver.stats().quarantined == 1
-    order.failed("the slot is gone")
-    eventually(lambda: empty(receiver))
-    assert transfer.quiesced
-
-
 def test_an_order_of_a_transfer_that_is_over_does_not_begin(dma: Backend) -> None:
     receiver, sender, cache = dma.ends()
     transfer = dma.push(sender, receiver, "t", cache, IDS)
@@ -234,12 +205,6 @@ def test_orders_of_a_transfer_that_is_over_are_not_handed_out(dma: Backend) -> N
     transfer.cancel()
     eventually(lambda: empty(receiver))
     assert sender.take_order(0.0) is None
-
-
-def test_an_order_that_nobody_takes_fails_its_transfer(dma: Backend) -> None:
-    receiver, sender, cache = dma.receiver(), dma.sender(io_timeout_s=0.2), dma.cache(seed=1)
-    fails(dma.push(sender, receiver, "t", cache, IDS), Status.TIMEOUT, "no progress")
-    eventually(lambda: empty(receiver))
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -283,20 +248,6 @@ def test_a_link_that_the_caller_gives_up_is_not_chosen_again(dma: Backend) -> No
     fails(last, Status.REFUSED, "this side can use nothing; the receiver offers shm, dma, tcp, ipc")
 
 
-def test_a_session_that_is_lost_is_not_ended_while_an_order_is_begun(dma: Backend) -> None:
-    receiver, sender, transfer, order = begun_order(dma)
-    sender.exclude(receiver.endpoint, "dma")
-    fails(transfer, Status.PEER_LOST)
-    assert not transfer.quiesced
-    refused = sender.open(receiver.endpoint, "u", 1, 512)
-    fails(refused, Status.REFUSED, "no link to")
-    assert receiver.find("t").error == ""
-    assert receiver.stats().filling == 1
-    order.placed()
-    assert transfer.quiesced
-    eventually(lambda: empty(receiver))
-
-
 def test_closing_waits_for_an_order_that_is_begun(dma: Backend) -> None:
     receiver, sender, transfer, order = begun_order(dma)
     closing = threading.Thread(target=sender.close)
@@ -309,14 +260,3 @@ def test_closing_waits_for_an_order_that_is_begun(dma: Backend) -> None:
     closing.join(4.0)
     assert not closing.is_alive()
     eventually(lambda: empty(receiver))
-
-
-def test_a_receiver_never_hears_of_a_close_during_an_order_that_never_ends(dma: Backend) -> None:
-    receiver, sender, transfer, order = begun_order(dma)
-    started = time.monotonic()
-    sender.close()
-    assert 4.0 < time.monotonic() - started < 10.0
-    assert not transfer.quiesced
-    assert receiver.stats().filling == 1
-    order.placed()
-    assert transfer.quiesced

@@ -198,7 +198,7 @@ class _Flow:
     def add(self, instances: Iterable[InstanceView], now: float) -> None:
         """Add what a view shows to the sums."""
         passed_s = now - self._at_s
-        if passed_s > RATE_S:  # nobody looked: in another mode, or by another router
+        if passed_s > RATE_S:  # without a look: in another mode, or at another router
             self._seen, self._seen_s, self._sums = {}, 0.0, [0.0] * 5
         kept = exp(-passed_s / RATE_S)
         self._seen_s = kept * self._seen_s + (passed_s if self._seen else 0.0)

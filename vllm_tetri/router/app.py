@@ -323,12 +323,9 @@ class _Routes:
         ]
         # The rest was served in another mode.
         since_s, names = self._scheduler.mode_since_s, self._scheduler.placer.models()
-        ended = [each for each in self._scheduler.history.since(0.0) if each.arrival_s >= since_s]
-        found = [
-            {**each, "model": names[each["model"]].models[0]}
-            for each in replayable(ended)
-            if each["model"] in names
-        ]
+        ended = (each for each in self._scheduler.history.since(0.0) if each.arrival_s >= since_s)
+        told = (each for each in replayable(ended) if each["model"] in names)
+        found = [{**each, "model": names[each["model"]].models[0]} for each in told]
         return _json({"mode": self._scheduler.placer.mode, "instances": rows, "requests": found})
 
     async def move(self, request: web.Request) -> web.Response:

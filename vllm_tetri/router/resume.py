@@ -382,8 +382,7 @@ def resume_body(
     An engine that cannot continue from output tokens computes all of it again; either is
     compared with what the client has received.
     """
-    digest, predicted, prompt_ids = "", None, received.prompt_token_ids
-    cached_tokens = 0
+    digest, predicted, cached_tokens, prompt_ids = "", None, 0, received.prompt_token_ids
     if first is not None:
         digest, predicted = first.prefilled.digest, first.prefilled.predicted
         prompt_ids = prompt_ids or first.prefilled.prompt_token_ids
