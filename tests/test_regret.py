@@ -37,7 +37,7 @@ def history(mode: str, kind: str = "hpld", rate: float = 1.5) -> dict[str, Any]:
             "handover_token_s": 5e-6, "kv_bytes_sent": 1}  # fmt: skip
     roles = ("prefill", "decode")
     return {
-        "mode": mode,
+        "mode": mode, "mode_s": 1000.0,
         "instances": [
             {"id": f"{role}-0", "role": role, "block_size": 16, "sizes_chunks": False,
              "step_limits": (2048, 256, 16), "load": load, "model": "m", "arena_tokens": 16384}
@@ -143,7 +143,14 @@ def test_arenas_are_as_large_as_those_of_the_instances() -> None:
     assert split[0] < split[1]
 
 
-def look(mode: str, measured: float, error: float = 0.0, num: int = 100, **costs: float) -> Any:
+def look(
+    mode: str,
+    measured: float,
+    error: float = 0.0,
+    num: int = 100,
+    age_s: float = 9.0,
+    **costs: float,
+) -> Any:
     """What `compare` says of a router: a measured cost, and the simulated ones of modes."""
 
     def row(cost: float, **names: Any) -> dict[str, Any]:
@@ -151,7 +158,7 @@ def look(mode: str, measured: float, error: float = 0.0, num: int = 100, **costs
 
     rows = [row(cost, mode=name, is_usual=True) for name, cost in costs.items()]
     cheap = row(0.1, mode="split", is_usual=False)  # other chunks, which no order sets
-    return {"mode": mode, "num_requests": num, "span_s": 9.0,
+    return {"mode": mode, "num_requests": num, "mode_s": age_s,
             "systems": [row(measured), *rows, cheap],
             "errors": {"ttft_mean_s": -error, "jct_mean_s": 0.0}}  # fmt: skip
 
@@ -186,7 +193,7 @@ def test_a_mode_that_proves_worse_is_left_again_for_some_time() -> None:
     longer = look("whole", 1.2, split=2.4, whole=1.2)  # other requests, which all cost more
     assert modes(better, better, longer, worse) == ["", "whole", "", ""]
     few = look("whole", 4, num=99, split=1, whole=0.5)
-    short = look("whole", 4.6, split=1, whole=0.5)  # the long ones have not ended
+    short = look("whole", 9, age_s=17, split=1, whole=0.5)  # the long ones have not ended
     assert modes(better, better, short, worse) == ["", "whole", "", "split"]
     assert modes(better, better, few, few, worse) == ["", "whole", "", "", "split"]
     slow = look("split", 2, split=1, whole=0.5)  # everything takes twice as long as simulated

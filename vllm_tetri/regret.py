@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--set-mode needs --requests {_JUDGED_REQUESTS} or more, or none")
     if options.every is not None:
         _Watch(options).run()
-    shown = compare(_history(options))
+    shown = compare(call(options.url, "/tetri/v1/history"), options.requests or 0)
     table = empty_table(
         ("", "TTFT\nmean", "TTFT\np99", "JCT\nmean", "JCT\np99", "split", "regret"),
         title=f"{shown['num_requests']} requests that ended at {options.url}",
@@ -80,12 +80,6 @@ def run(options: argparse.Namespace) -> int:
         table.add_row(row["system"], *times, f"{row['split']:.0%}", regret)
     show(options.json, shown, table, verdict(shown))
     return 0
-
-
-def _history(options: argparse.Namespace) -> Row:
-    """Ask for what a router has served in its present mode."""
-    history = call(options.url, "/tetri/v1/history")
-    return {**history, "requests": history["requests"][-(options.requests or 0) :]}
 
 
 class _Watch:
@@ -115,7 +109,7 @@ class _Watch:
     def _look(self) -> tuple[dict[str, Any], str]:
         """Return what was found, told to the router and done, and that in words."""
         options, url = self._options, self._options.url
-        found = compare(_history(options))
+        found = compare(call(url, "/tetri/v1/history"), options.requests or 0)
         call(url, "/tetri/v1/regret", {"regret": found["regret"], "error": _error(found)})
         words = verdict(found).replace("\n", "; ")
         if options.set_mode and (change := self._tuner.decide(found)) is not None:
@@ -153,7 +147,7 @@ class Tuner:
         usual = {row["mode"]: cost(row) for row in found["systems"][1:] if row["is_usual"]}
         if self._before is not None and self._before[0] in usual:
             own = found["systems"][0]
-            if found["num_requests"] < _JUDGED_REQUESTS or found["span_s"] < 2 * own["jct_p99_s"]:
+            if found["num_requests"] < _JUDGED_REQUESTS or found["mode_s"] < 2 * own["jct_p99_s"]:
                 return None  # what ended so far are the short ones
             (before, ratio), self._before = self._before, None
             worse = measured / (usual[before] * ratio) - 1
@@ -174,12 +168,13 @@ class Tuner:
         return ModeChange(best, f"simulated, it costs {saved:.0%} less")
 
 
-def compare(history: Row) -> dict[str, Any]:
-    """Simulate what `GET /tetri/v1/history` returned; raises ConfigError if that is too little."""
+def compare(history: Row, most: int = 0) -> dict[str, Any]:
+    """Simulate what `GET /tetri/v1/history` returned, or the newest ones of it, `most` at most;
+    raises ConfigError if that is too little."""
     # Models share neither instances nor a queue: that with the most requests.
     models = Counter(each["model"] for each in history["requests"])
     model = max(models, key=models.__getitem__, default="")
-    requests = [each for each in history["requests"] if each["model"] == model]
+    requests = [each for each in history["requests"] if each["model"] == model][-most:]
     if len(requests) < _LEAST_REQUESTS:
         raise ConfigError(
             f"{len(requests)} requests ended well there of which the router knows all lengths; "
@@ -216,7 +211,7 @@ def compare(history: Row) -> dict[str, Any]:
         "systems": [own, *rows],
         "mode": history["mode"],
         "num_requests": len(specs),
-        "span_s": max(each.arrival_s for each in specs),
+        "mode_s": history["mode_s"],
         "regret": rows[0]["regret"],
         "errors": errors,
     }

@@ -127,10 +127,16 @@ class Pins:
         self._cache, self._blocks, self._pool = kv_cache, blocks, kv_cache.block_pool
         self._groups: dict[str, tuple[Sequence[KVCacheBlock], ...]] = {}  # by request
         self._asking: set[str] = set()
+        self._num_blocks: int | None = None  # as counted last, since which nothing has changed
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are kept for nothing else, of the group with the most."""
+        """How many blocks are kept for nothing else, of the group with the most, about."""
+        if self._num_blocks is None:
+            self._num_blocks = self._count()
+        return self._num_blocks
+
+    def _count(self) -> int:
         most = 0
         for group in zip(*self._groups.values(), strict=True):  # of all requests
             held = Counter(block.block_id for blocks in group for block in blocks)
@@ -141,7 +147,7 @@ class Pins:
     def hold(self, request: Request) -> int:
         """Keep what is cached of a request that waits, and return how many tokens that are."""
         found, num_tokens, *_ = self._cache.get_computed_blocks(request)
-        self._groups[request.request_id] = found.blocks
+        self._groups[request.request_id], self._num_blocks = found.blocks, None
         for blocks in found.blocks:
             self._pool.touch(blocks)
         return int(num_tokens)
@@ -151,6 +157,7 @@ class Pins:
         self._asking.discard(request_id)
         for blocks in self._groups.pop(request_id, ()):
             self._pool.free_blocks(reversed(blocks))
+            self._num_blocks = None
 
     def release_all(self) -> None:
         """Let all blocks go."""

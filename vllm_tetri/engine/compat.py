@@ -273,7 +273,7 @@ ATTRIBUTES = {
         "enable_caching",  # R: whether there is a prefix cache
         "enable_kv_cache_events",  # R, W: switched on for routers
     ),
-    "KVCacheBlock": ("block_id", "block_hash"),  # R: of a cached one, hash and group
+    "KVCacheBlock": ("block_id", "block_hash", "ref_cnt"),  # R: of a cached one, hash and group
     "KVConnectorBase_V1": ("_vllm_config",),  # R
     "KVCacheManager": ("block_pool", "use_eagle"),  # R
     "KVCacheCoordinator": ("single_type_managers",),  # R: .block_size, .kv_cache_spec
@@ -281,6 +281,7 @@ ATTRIBUTES = {
     "IterationStats": (
         "time_to_first_tokens_iter",  # R, W: the last entry is taken off
         "num_generation_tokens",  # R, W
+        "prompt_token_stats",  # R, W: .cached_tokens
     ),
 }
 

@@ -326,7 +326,8 @@ class _Routes:
         ended = (each for each in self._scheduler.history.since(0.0) if each.arrival_s >= since_s)
         told = (each for each in replayable(ended) if each["model"] in names)
         found = [{**each, "model": names[each["model"]].models[0]} for each in told]
-        return _json({"mode": self._scheduler.placer.mode, "instances": rows, "requests": found})
+        mode = {"mode": self._scheduler.placer.mode, "mode_s": time.monotonic() - since_s}
+        return _json({**mode, "instances": rows, "requests": found})
 
     async def move(self, request: web.Request) -> web.Response:
         name = RequestId(request.match_info["id"])
