@@ -17,14 +17,20 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from vllm_tetri.bench import TETRI, VLLM, Child, responds
-from vllm_tetri.launch.machine import cores_of, cpu_facts, free_port, is_cpu_build, vllm_version
+from vllm_tetri.launch.machine import (
+    cores_of,
+    cpu_facts,
+    free_port,
+    is_cpu_build,
+    parts_of,
+    vllm_version,
+)
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 KV_BYTES = 1 << 30
@@ -172,7 +178,7 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
             yield facts["url"]
         elif name.startswith("replicas"):
             is_shared = system.engines > len(site.cores)
-            places = parts_of(site.cores, system.engines)
+            places = _places(site.cores, system.engines)
             calm = {**PASSIVE, "OMP_NUM_THREADS": "1"} if is_shared else None
             urls = [
                 stack.enter_context(stock(site, f"{name}-{part}", system, cores, variables=calm))
@@ -274,9 +280,7 @@ def _nixl_pair(site: Site, system: System) -> Iterator[str]:
     """
     with ExitStack() as stack:
         urls = []
-        for role, cores in zip(
-            ("kv_producer", "kv_consumer"), parts_of(site.cores, 2), strict=True
-        ):
+        for role, cores in zip(("kv_producer", "kv_consumer"), _places(site.cores, 2), strict=True):
             config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
             words = ["--kv-transfer-config", json.dumps(config)]
             variables = {
@@ -327,12 +331,9 @@ def _completes(url: str, site: Site) -> bool:
     return False
 
 
-def parts_of(cores: Sequence[int], number: int) -> list[Sequence[int]]:
-    """Divide cores among so many engines, as `up` does, or let all share what are fewer."""
-    if len(cores) < number:
-        return [cores] * number
-    ends = [len(cores) * each // number for each in range(number + 1)]
-    return [cores[start:end] for start, end in pairwise(ends)]
+def _places(cores: Sequence[int], number: int) -> list[Sequence[int]]:
+    """Return where so many engines run: each has its part, as with `up`, if there are enough."""
+    return [cores] * number if len(cores) < number else parts_of(cores, number)
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

@@ -183,7 +183,7 @@ def test_reports_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
 def test_events_wait_for_a_report_but_not_for_ever(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a router nobody asks for reports."""
+    """Without a router no report is asked for."""
     monkeypatch.setattr(residency, "_MAX_BATCHES", 3)
     kept = []
     monkeypatch.setattr(engine.endpoint.cache, "_read", lambda: kept.append(1))

@@ -416,7 +416,7 @@ def _whole_s(many: list[InstanceView], name: str, ask: Need, objective: Objectiv
     )
     if site.decodes and objective.tpot_s < inf:
         step_s = site.step_s * (1 + site.busy_others) / (1 - site.prompt_share)
-        pause_s = ask.prompt_tokens * adaptive.token_s(site, ask.prompt_tokens)
+        pause_s = ask.prompt_tokens * site.token_s(ask.prompt_tokens)
         late_s = step_s + pause_s / max(1, 2 * site.left_tokens) - objective.tpot_s
         cost_s += 20 * max(0, late_s) * 2 * site.remaining_tokens
     missing_tokens = max(0, ask.prompt_tokens + tokens - site.free_tokens)

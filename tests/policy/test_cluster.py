@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import COST, Known, instance, known, serving, view
-from vllm_tetri.policy.adaptive import (
-    decode_harm_s,
-    hand_over_s,
-    prefill_harm_s,
-    token_s,
-    tpot_s,
-    ttft_s,
-)
+from vllm_tetri.policy.adaptive import decode_harm_s, hand_over_s, prefill_harm_s, tpot_s, ttft_s
 from vllm_tetri.policy.cluster import InstanceRow, Need
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
@@ -107,10 +100,10 @@ def test_all_who_decode_wait_for_a_prompt_unless_they_end_before() -> None:
     long = {"left_tokens": 1000}
     one, ten = site(decodes=1, **long), site(decodes=10, **long)
     assert prefill_harm_s(ten, 600) == pytest.approx(10 * prefill_harm_s(one, 600))
-    assert prefill_harm_s(one, 600) == pytest.approx(600 * token_s(one, 600))
+    assert prefill_harm_s(one, 600) == pytest.approx(600 * one.token_s(600))
     ending = site(decodes=10, left_tokens=5)  # 20 chunks
     assert prefill_harm_s(ending, 10_240) == pytest.approx(
-        5 / 20 * 10 * 10_240 * token_s(one, 10_240)
+        5 / 20 * 10 * 10_240 * one.token_s(10_240)
     )
 
 
@@ -196,7 +189,7 @@ def test_instances_on_a_device_slow_each_other_down() -> None:
     assert (beside.others, beside.busy_others) == (6, 1)
     assert ttft_s(beside, 600) == pytest.approx(2 * ttft_s(alone, 600))
     assert tpot_s(beside, 600) == pytest.approx(2 * tpot_s(alone, 600))
-    assert prefill_harm_s(beside, 600) == pytest.approx(6 * 600 * token_s(alone, 600))
+    assert prefill_harm_s(beside, 600) == pytest.approx(6 * 600 * alone.token_s(600))
     # A step of its own for what would have shared theirs.
     own_s = COST.base_s + COST.request_s + 640 * COST.token_s
     assert decode_harm_s(beside, NEED) == pytest.approx(6 * 80 * own_s)

@@ -356,7 +356,7 @@ def test_one_that_has_not_reported_yet_says_nothing_of_what_comes() -> None:
     assert max(float(rate[1]) for rate in rates if rate) < 5
 
 
-def test_what_was_served_while_nobody_looked_says_nothing_of_what_comes() -> None:
+def test_what_was_served_between_looks_far_apart_says_nothing_of_what_comes() -> None:
     """In another mode, which knows no roles, or while another router decided."""
     one = Cluster(Watcher(WatchPolicy.BALANCE), engines(2, 2))
     one.run(30.0, 1.0)

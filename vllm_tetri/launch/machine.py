@@ -22,10 +22,10 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata, util
-from itertools import chain, islice, takewhile
+from itertools import chain, islice, pairwise, takewhile
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 from rich.console import Console
@@ -57,6 +57,7 @@ GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 CoreSharing = Literal["own-cores", "shared-cores"]
 Cores = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +159,16 @@ def place(
             f"--placement own-cores: {instances} instances need {instances * workers} cores, and "
             f"this machine has {len(cores)}; use --placement shared-cores or fewer instances"
         )
-    parts = [
-        cores[len(cores) * index // instances : len(cores) * (index + 1) // instances]
-        for index in range(instances)
-    ]
     return [
         Placement(tuple(chain(*part)), environment=thread_variables(len(part) // workers))
-        for part in parts
+        for part in parts_of(cores, instances)
     ]
+
+
+def parts_of(cores: Sequence[T], number: int) -> list[Sequence[T]]:
+    """Divide cores among so many, of which there are no more."""
+    ends = [len(cores) * each // number for each in range(number + 1)]
+    return [cores[start:end] for start, end in pairwise(ends)]
 
 
 def kv_bytes_each(workers: int, machine: Machine) -> int:

@@ -79,18 +79,11 @@ class PricedRoute(NamedTuple):
         return self.prefill != self.decode
 
 
-def token_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
-    """Return the time per token of a prompt that is not cached, decodes and the step's base
-    aside."""
-    cost = row.cost
-    return cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s
-
-
 def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
     """Return the time to the first token of a prompt that arrives now, of which the instance has
     the KV of `cached_tokens`."""
     new_tokens = prompt_tokens - cached_tokens
-    work_s = row.queued_s() + new_tokens * token_s(row, prompt_tokens, cached_tokens)
+    work_s = row.queued_s() + new_tokens * row.token_s(prompt_tokens, cached_tokens)
     return row.computing_s(row.queued_tokens + new_tokens, work_s)
 
 
@@ -102,7 +95,7 @@ def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float 
     steps = new_tokens / row.chunk_tokens
     present = min(1.0, row.left_tokens / (steps if steps > 1 else 1.0)) if row.decodes else 1.0
     waiting = row.decodes * present + row.others
-    return waiting * new_tokens * token_s(row, prompt_tokens, cached_tokens)
+    return waiting * new_tokens * row.token_s(prompt_tokens, cached_tokens)
 
 
 def paused_tpot_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
@@ -110,7 +103,7 @@ def paused_tpot_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float =
     0 if there are none. On average half of an output is written."""
     if not row.decodes:
         return 0.0
-    pause_s = (prompt_tokens - cached_tokens) * token_s(row, prompt_tokens, cached_tokens)
+    pause_s = (prompt_tokens - cached_tokens) * row.token_s(prompt_tokens, cached_tokens)
     return paced_s(row, row.step_s) + pause_s / max(1.0, 2 * row.left_tokens)
 
 

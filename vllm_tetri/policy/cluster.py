@@ -105,19 +105,20 @@ class InstanceRow:
 
     def computed_s(self, now: float, more_tokens: float = 0.0) -> float:
         """Return when its queue, and so many more tokens, should be computed."""
-        work_s = self.queued_s() + self.work_s(more_tokens, more_tokens)
+        work_s = self.queued_s() + more_tokens * self.token_s(more_tokens)
         return now + _ARRIVES_S + self.computing_s(self.queued_tokens + more_tokens, work_s)
 
-    def work_s(self, tokens: float, each_tokens: float) -> float:
-        """Return how long so many tokens of prompts take of which each has `each_tokens`, decodes
-        and the step's base aside."""
-        return tokens * (self.cost.prompt_s + each_tokens / 2 * self.cost.context_s)
+    def token_s(self, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
+        """Return the time per token of a prompt that is not cached, decodes and the step's base
+        aside."""
+        cost = self.cost
+        return cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s
 
     def queued_s(self) -> float:
         """Return how long its queue takes, decodes and the step's base aside, if all prompts in it
         are equally long."""
         each_tokens = self.queued_tokens / (self.num_queued if self.num_queued > 1 else 1)
-        return self.work_s(self.queued_tokens, each_tokens)
+        return self.queued_tokens * self.token_s(each_tokens)
 
     def copy(self) -> InstanceRow:
         """Return a row that can be changed."""

@@ -13,7 +13,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_tetri.policy.adaptive import margin, token_s, ttft_s
+from vllm_tetri.policy.adaptive import margin, ttft_s
 from vllm_tetri.policy.cluster import InstanceRow
 from vllm_tetri.types import InstanceId
 
@@ -112,7 +112,7 @@ class Prefix:
             gain_s = saved_s * (1 - margin(row)) - seconds
             if gain_s <= 0:
                 continue
-            worth_tokens = gain_s / max(token_s(row, prompt_tokens, here), saved_s / num_tokens)
+            worth_tokens = gain_s / max(row.token_s(prompt_tokens, here), saved_s / num_tokens)
             if best is None or worth_tokens > best.worth_tokens:
                 best = FetchPlan(holder.id, there, seconds, worth_tokens)
         return best

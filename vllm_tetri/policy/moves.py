@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_tetri.policy.adaptive import paced_s, prefill_harm_s, token_s
+from vllm_tetri.policy.adaptive import paced_s, prefill_harm_s
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.types import InstanceId, InstanceState, InstanceView, RequestId, Role
@@ -164,7 +164,7 @@ def _pays(here: InstanceRow, there: InstanceRow, output: RunningOutput) -> bool:
     step_s, context_tokens = _step_with_one_more(there), output.context_tokens
     stays_slower = here.step_s - here.request_s >= step_s
     here_s, there_s = paced_s(here, here.step_s), paced_s(there, step_s)
-    computed_s = context_tokens * token_s(there, context_tokens)
+    computed_s = context_tokens * there.token_s(context_tokens)
     displaced_s = _USED_AGAIN * (computed_s + prefill_harm_s(there, context_tokens))
     cost_s = _WORTH_S + move_s(here.view, here.step_s, context_tokens) + displaced_s
     is_faster = here.step_s > _FASTER * step_s and here_s > _FASTER * there_s

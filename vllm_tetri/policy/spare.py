@@ -18,7 +18,7 @@ from math import exp
 from statistics import fmean
 from typing import NamedTuple
 
-from vllm_tetri.policy.adaptive import hand_over_s, token_s
+from vllm_tetri.policy.adaptive import hand_over_s
 from vllm_tetri.policy.cluster import InstanceRow
 from vllm_tetri.types import Role
 
@@ -51,7 +51,7 @@ def expected_s(row: InstanceRow, load: UsualLoad, count: int) -> list[tuple[floa
     row.chunk_tokens = row.view.load.chunk_tokens or row.chunk_tokens
     cost, tokens = row.cost, load.prompt_tokens
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
-    prompt_s = max(_LEAST_S, tokens * token_s(row, tokens))
+    prompt_s = max(_LEAST_S, tokens * row.token_s(tokens))
     chunks = max(1.0, tokens / row.chunk_tokens)
     alone_s = prompt_s + chunks * cost.base_s
     moved_s = hand_over_s(row, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute, token_s, tpot_s, ttft_s
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute, tpot_s, ttft_s
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.ledger import ClusterState
@@ -192,6 +192,6 @@ class MooncakeMode(PairedMode):
 
     def _is_inline(self, row: InstanceRow, tokens: int) -> bool:
         """Whether a prompt disturbs the decodes there little enough to stay with them."""
-        step_s = row.cost.base_s + row.decodes * row.request_s + tokens * token_s(row, tokens)
+        step_s = row.cost.base_s + row.decodes * row.request_s + tokens * row.token_s(tokens)
         is_one_chunk = row.queued_tokens + tokens <= row.chunk_tokens
         return is_one_chunk and step_s <= self.objective.tpot_s
