@@ -27,7 +27,7 @@ from vllm_tetri.policy.fetch import FetchPlan
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Route
 from vllm_tetri.sim.cluster import run
-from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
+from vllm_tetri.sim.config import MODEL, ClusterConfig, EngineConfig, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.figures import figures
 from vllm_tetri.sim.modes import AdaptiveMode, SimMode
@@ -55,7 +55,7 @@ class Router(AdaptiveMode):
 
     def sent(self, table: ClusterTable, spec: RequestSpec, route: Route, due_s: float) -> Sent:
         """Return what the others are told."""
-        tokens = table.usual_tokens() or self._lengths.outlook(None, 0)[0]
+        tokens = table.usual(MODEL).output_tokens or self._lengths.outlook(None, 0)[0]
         return Sent(due_s, self, route, self.need(spec, route.prefill, tokens))
 
     def count(self, sent: Sent, now: float) -> None:

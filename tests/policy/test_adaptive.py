@@ -238,10 +238,17 @@ def test_holders_are_found_among_many() -> None:
     assert "i59" not in taken
 
 
+def test_a_long_prompt_waits_behind_no_other_to_leave_some_decodes_alone() -> None:
+    quick = {"cost": StepCoefficients(0.007, 1.2e-5, 5e-8, 2e-5, 9e-10, confidence=1)}
+    busy = serving("busy", queued_tokens=60_000, decodes=3, context_tokens=30_000, **quick)
+    free = serving("free", decodes=5, context_tokens=50_000, **quick)
+    assert where(busy, free, prompt=85_000, answer=300, may_split=False) == ("free", "free")
+
+
 # -- what was promised ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("answer", "queued"), [(100, 1000), (800, 1400)])
+@pytest.mark.parametrize(("answer", "queued"), [(100, 700), (800, 1400)])
 def test_a_place_that_keeps_the_first_token_s_promise_comes_before_a_cheaper_one(
     answer: int, queued: int
 ) -> None:
@@ -406,7 +413,10 @@ def _whole_s(many: list[InstanceView], name: str, ask: Need, objective: Objectiv
     context = ask.prompt_tokens + tokens / 2
     least_ttft_s = min(adaptive.ttft_s(each, ask.prompt_tokens) for each in sites.values())
     least_answer_s = tokens * min(adaptive.tpot_s(each, context) for each in answering)
-    weight = 1 + min(50, 0.8 * (1 + least_answer_s / least_ttft_s))
+    usual_s, best = min((adaptive.ttft_s(each, USUAL[0]), each.id) for each in sites.values())
+    answer_s = USUAL[1] * adaptive.tpot_s(sites[best], USUAL[0] + USUAL[1] / 2)
+    parts = least_answer_s / least_ttft_s, answer_s / usual_s
+    weight = 1 + min(50, 0.8 * (1 + max(parts)))
     ttft_s = adaptive.ttft_s(site, ask.prompt_tokens)
     tpot_s = adaptive.tpot_s(site, context)
     cost_s = weight * ttft_s + adaptive.prefill_harm_s(site, ask.prompt_tokens)

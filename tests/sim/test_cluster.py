@@ -163,6 +163,15 @@ def test_kv_stays_where_it_is_while_the_arena_is_full() -> None:
     assert tight[3].ttft_s > served[0].jct_s
 
 
+def test_instances_that_wait_for_room_at_each_other_compute_prompts_again() -> None:
+    tight = EngineConfig(kv_blocks=140, chunk_tokens=128, arena_tokens=2500, kv_token_bytes=1000)
+    config = ClusterConfig(make_instances(2, 2, 1, engine=tight), "adaptive", link=4e5)
+
+    for seed in (4, 23, 1, 3):
+        served = run(config, draw("mixed", 120, 3.0, seed=seed)).served
+        assert len(served) == 120
+
+
 # -- everything ----------------------------------------------------------------------------
 
 

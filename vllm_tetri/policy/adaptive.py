@@ -146,7 +146,7 @@ def hand_over_s(
 
 class PriceCandidates:
     """The instances worth pricing for requests of one model, ordered once per view by what a
-    `usual` request costs there.
+    `usual` request costs there. `weight` is that of a second before its first token.
 
     With `spares_prefill` outputs go to prefill instances only if there is no other: that these are
     free of decodes is what makes them quick. `spares_decode` does so with prompts and decode
@@ -164,8 +164,11 @@ class PriceCandidates:
         first_s = partial(ttft_s, prompt_tokens=usual.prompt_tokens)
         self.prefill = _kinds(state, rows, first_s, Role.DECODE if spares_decode else None)
         best = self.prefill[-1].least(1)
-        weight = _weight(first_s(best[0]), _decode_cost(best[0], usual)[1]) if best else 1.0
-        whole_s = partial(_whole_s, usual, weight)
+        self.weight = 1.0
+        if best:
+            output_s = _decode_cost(best[0], usual)[0] * usual.output_tokens
+            self.weight = _weight(first_s(best[0]), output_s)
+        whole_s = partial(_whole_s, usual, self.weight)
         self.whole = _kinds(state, rows, whole_s, Role.PREFILL if spares_prefill else None)
 
 
@@ -225,9 +228,10 @@ def price_route(
     firsts = _firsts(prefills + wholes, tokens, cached, reach)
     outputs = {row: _decode_cost(row, need, objective) for row in wholes}
     # A second before the first token weighs more than one of the output: both waits count in
-    # proportion to what they would be at best.
+    # proportion to what they would be at best. That of a long prompt weighs as a usual one's: else
+    # it would wait for seconds behind another one to leave some decodes alone.
     (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
-    weight = _weight(least_s, each_s * need.output_tokens)
+    weight = max(candidates.weight, _weight(least_s, each_s * need.output_tokens))
     costs = {
         row: weight * first_s
         + prefill_harm_s(row, tokens, found)

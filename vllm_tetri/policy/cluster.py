@@ -152,6 +152,13 @@ class Takers(NamedTuple):
     by_bytes: list[InstanceRow]  # by free arena
 
 
+class Usual(NamedTuple):
+    """The usual lengths of requests of a model; 0 where they are not known."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
 class ClusterTable:
     """The ready instances of one view. Never changed, and so shared by all who read the view."""
 
@@ -163,6 +170,7 @@ class ClusterTable:
         self.by_model: dict[str, list[InstanceRow]] = {}
         self.devices: dict[str, list[InstanceRow]] = {}
         self._takers: dict[tuple[int, bool], Takers] = {}
+        self._usual: dict[str, Usual] = {}
         self._kinds = {row.key: row.view.info.identity for row in rows}
         for row in rows:
             if row.device:
@@ -179,11 +187,19 @@ class ClusterTable:
             for model, each in self.by_model.items()
         }
 
-    def usual_tokens(self) -> int | None:
-        """Return the output tokens that instances report, a mean over those that have seen outputs
-        end; None if none has."""
-        reported = [each.load.usual_tokens for each in self.view.instances]
-        return round(fmean(known)) if (known := [*filter(None, reported)]) else None
+    def usual(self, model: str) -> Usual:
+        """Return the usual lengths of requests of a model: of prompts those of the outputs that are
+        decoded now, of outputs a mean over instances that have seen some end."""
+        found = self._usual.get(model)
+        if found is None:
+            rows = self.by_model.get(model, [])
+            ended = [row.view.load.usual_tokens for row in rows if row.view.load.usual_tokens]
+            output_tokens = round(fmean(ended)) if ended else 0
+            decodes = sum([row.decodes for row in rows])
+            context_tokens = sum([row.view.load.context_tokens for row in rows])
+            prompt_tokens = context_tokens / decodes - output_tokens / 2 if decodes else 0.0
+            found = self._usual[model] = Usual(max(0, round(prompt_tokens)), output_tokens)
+        return found
 
     def takers(self, me: InstanceInfo, *, any_role: bool = False) -> Takers:
         """Return the instances that can take KV from one: those that decode, or of `any_role`."""

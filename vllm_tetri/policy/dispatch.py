@@ -201,7 +201,7 @@ class DecodeDispatcher:
         self._policy, self._lengths, self._end = policy, lengths, end
         self._patience_s, self._rng = patience_s, rng
         self._state = ClusterState(GRACE_S)
-        self._usual_tokens: int | None = None
+        self._usual_tokens = 0  # as decode instances report; 0: not known
         self.held: dict[str, float] = {}  # since when, by request without a capable instance
         # A network can be cut between two instances only, which no view shows.
         self._avoid_until_s: dict[str, float] = {}
@@ -210,7 +210,7 @@ class DecodeDispatcher:
         """Take over the table of the newest view."""
         if table is not self._state.table:
             self._state.observe(table)
-            self._usual_tokens = table.usual_tokens()
+            self._usual_tokens = table.usual(self.me.models[0]).output_tokens
 
     def choose(
         self,
@@ -311,7 +311,7 @@ class DecodeDispatcher:
         reserved_tokens = expected_tokens
         if self._end is not End.EXPECTED:
             reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end, route, max_tokens)
-        if predicted is None and self._usual_tokens is not None:  # as decode instances report
+        if predicted is None and self._usual_tokens:
             expected_tokens = reserved_tokens = self._usual_tokens
             heavy = float(min(expected_tokens, max_tokens) > HEAVY_TOKENS)
         return Need(

@@ -182,9 +182,14 @@ class PromptQueue(Generic[R]):
         self.order_waiting()
         if self._computed_tokens >= self._next_check_tokens:
             self._check_due(chunk_tokens)
-        able = (each for each in [*self._scheduled] if may_run(self._waiting[each.id]))
         may_start = not was_refused and self.may_start()
-        return self._plan(chunk_tokens, able if may_start else iter(()))
+        return self._plan(chunk_tokens, self._able(may_run) if may_start else iter(()))
+
+    def _able(self, may_run: Callable[[R], bool]) -> Iterator[Prompt]:
+        """Yield scheduled prompts that may run; a generator expression would ask all, compiled."""
+        for entry in self._scheduled:
+            if may_run(self._waiting[entry.id]):
+                yield entry
 
     def _plan(self, chunk_tokens: int, waiting: Iterator[Prompt]) -> dict[str, int]:
         """Share out a chunk among started prompts and those of `waiting` that go before them."""

@@ -52,10 +52,11 @@ def expected_s(row: InstanceRow, load: UsualLoad, count: int) -> list[tuple[floa
     cost, tokens = row.cost, load.prompt_tokens
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
     prompt_s = max(_LEAST_S, tokens * row.token_s(tokens))
+    counted_s = max(_LEAST_S, tokens * cost.prompt_s)  # in shares, without attention
     chunks = max(1.0, tokens / row.chunk_tokens)
     alone_s = prompt_s + chunks * cost.base_s
     moved_s = hand_over_s(row, tokens)
-    offered = load.prompt_share * count * alone_s / prompt_s  # instances that prompts keep busy
+    offered = load.prompt_share * count * alone_s / counted_s  # instances that prompts keep busy
     mixed = 1.0  # the part of prompts that is computed beside outputs
     found = list[tuple[float, float]]()
     for spared in range(count):

@@ -88,7 +88,6 @@ class Placer:
         self._seen_mode: Mode | None = None  # in which the cluster was looked at last
         self.backlogs = Backlogs(max_queue_delay_s)
         self._limit_log = LimitLog()
-        self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._routes: dict[str, RouteCandidates] = {}
         self._candidates: dict[str, PriceCandidates] = {}
         self._models: dict[str, InstanceInfo] = {}  # empty if not asked for
@@ -322,10 +321,13 @@ class Placer:
         found = self.look_up(request)
         candidates = self._candidates.get(request.model)
         if candidates is None:
+            prompt_tokens, output_tokens = self._state.table.usual(request.model)
             candidates = self._candidates[request.model] = PriceCandidates(
                 self._state,
                 self._state.table.by_model.get(request.model, ()),
-                Need(_USUAL_PROMPT_TOKENS, self._output_tokens),
+                Need(
+                    prompt_tokens or _USUAL_PROMPT_TOKENS, output_tokens or _UNKNOWN_OUTPUT_TOKENS
+                ),
                 spares_prefill=self.mode is not Mode.WHOLE,
                 spares_decode=self.mode is Mode.SPLIT,
             )
@@ -341,7 +343,9 @@ class Placer:
         )
 
     def _size_of(self, request: ApiRequest, prompt_tokens: int) -> Need:
-        tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)
+        table = self._state.table
+        tokens = float(table.usual(request.model).output_tokens or _UNKNOWN_OUTPUT_TOKENS)
+        rows = table.by_model.get(request.model)
         bound, num = request.max_tokens, request.num_choices
         if bound is not None and (bound < tokens or request.ignores_eos):
             tokens = float(bound)
@@ -377,7 +381,6 @@ class Placer:
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)
         self._cache_seqs = {name: seq for name, seq in self._cache_seqs.items() if name in known}
-        self._output_tokens = table.usual_tokens() or _UNKNOWN_OUTPUT_TOKENS
         if table.spared != spared:
             _log.info(
                 "instances that compute prompts only, at the present load: %s",

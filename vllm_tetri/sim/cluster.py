@@ -28,6 +28,7 @@ from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceVie
 
 # The class that simulates each kind of engine. Add a line for an own kind.
 ENGINES: dict[type[EngineKind], type[Instance]] = {EngineKind: TetriInstance, Stock: StockInstance}
+TRANSFER_TIMEOUT_S = 30.0  # the default of `--tetri-transfer-timeout`
 
 
 class RefusedRequest(NamedTuple):
@@ -244,11 +245,24 @@ class _Simulation:
         late = None if request.waiting is not None else self._mode.prefilled(request.spec, now)
         if late is not None and request.is_split:
             self._give_up(request, late, now)
-        elif request.is_split and request.decode is None:
+            return True
+        if request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=False)  # it hands over what is granted at once
         elif request.is_split and request.is_granted:
             self._hand_over(request, now)
+        if request.is_split and not request.is_granted:
+            self.loop.at(now + TRANSFER_TIMEOUT_S, partial(self._lose, request))
         return request.is_split
+
+    def _lose(self, request: SimRequest, now: float) -> None:
+        """Compute a prompt again where it is decoded, if there was no room for its KV so far: two
+        instances may wait for room at each other."""
+        if not request.is_granted:
+            receiver = self._receiver(request.decode)
+            receiver.drop(request, now)
+            self._instances[request.prefill].release(request, now)
+            request.num_computed_tokens = request.held_tokens = 0
+            receiver.take_over(request, now)
 
     def _give_up(self, request: SimRequest, late: Late, now: float) -> None:
         """Refuse a request whose prompt is computed."""

@@ -174,10 +174,11 @@ class AdaptiveMode(SplitMode):
         self._candidates: PriceCandidates | None = None
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
-        expected = table.usual_tokens() or self._lengths.outlook(None, 0)[0]
+        prompt_tokens, expected = table.usual(MODEL)
+        expected = expected or self._lengths.outlook(None, 0)[0]
         if self._candidates is None or table is not self._state.table:
             self._state.observe(table)
-            usual = Need(_USUAL_PROMPT_TOKENS, expected)
+            usual = Need(prompt_tokens or _USUAL_PROMPT_TOKENS, expected)
             rows = table.by_model[MODEL]
             self._candidates = PriceCandidates(
                 self._state, rows, usual, spares_prefill=self.may_split

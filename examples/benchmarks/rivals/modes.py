@@ -37,7 +37,7 @@ class PairedMode(SimMode):
         self._state.observe(table)
         tokens, _ = self._lengths.outlook(spec.predicted, 0)
         if spec.predicted is None:
-            tokens = table.usual_tokens() or tokens
+            tokens = table.usual(MODEL).output_tokens or tokens
         return Need(spec.prompt_tokens, tokens)
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_tetri.types import StepCoefficients
 
 # Steps that an engine meets: decodes, context of each, prompt tokens, tokens before those.
-_STEPS = ((0, 1, 8, 32, 64, 128, 256), (128, 1024), (0, 64, 256, 512, 2048), (0, 1024))
+_STEPS = ((0, 1, 8, 32, 64, 128, 256), (128, 1024), (0, 64, 256, 512, 2048), (0, 1024, 16384))
 
 
 @dataclass(frozen=True, slots=True)

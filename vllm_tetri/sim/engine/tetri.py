@@ -138,8 +138,9 @@ class TetriInstance(Instance):
         self.wake(now)
 
     def take_over(self, request: SimRequest, now: float) -> None:
-        """Take a request whose KV has come from another instance, which decoded it before."""
-        request.target_tokens = request.num_computed_tokens
+        """Take a request whose KV has come from another instance, which decoded it before, or was
+        lost."""
+        request.target_tokens = request.num_computed_tokens or request.num_tokens
         request.here_s = now
         self._predicted[request.request_id] = request.spec.predicted
         self._news.append(partial(self.gate.join, self.held, request))
