@@ -172,10 +172,7 @@ void Peer::leave(const TransferPtr& transfer, std::string goodbye) {
 }
 
 void Peer::drop(Command& command, Status status, const std::string& error) {
-  if (command.kind == Command::Kind::kOpen) {
-    if (status == Status::kClosed) command.transfer->sender_closed();
-    command.transfer->fail(status, error);
-  }
+  if (command.kind == Command::Kind::kOpen) command.transfer->fail(status, error);
   if (command.message) {
     command.message->settle(status);
     const std::lock_guard lock(mutex_);
@@ -234,7 +231,6 @@ TimePoint Peer::end_overdue() {
 void Peer::lose_session(Status status, const std::string& error) {
   Remnant remnant;
   for (auto& [request, entry] : entries_) {
-    if (status == Status::kClosed) entry.transfer->sender_closed();
     entry.transfer->fail(status, error);
     if (session_.link) session_.link->cancel(*entry.transfer);
     shared_->orders.withdraw(*entry.transfer);

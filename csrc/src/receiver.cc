@@ -37,7 +37,6 @@ const ReceiverOptions& checked(const ReceiverOptions& options) {
   if (options.fill_timeout <= Duration::zero() || options.hold_timeout <= Duration::zero()) {
     throw std::invalid_argument("fill_timeout_s and hold_timeout_s must be positive");
   }
-  Segment::sweep();
   return options;
 }
 

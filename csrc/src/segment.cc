@@ -1,6 +1,5 @@
 #include "tetri/segment.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -69,7 +68,7 @@ bool is_segment_name(const std::string& name) {
 }
 
 // Files of segments that this process has not closed yet. They go when it ends in good order; those
-// of killed processes are for `sweep`. A forked child must leave its parent's alone.
+// of killed processes are for `abandoned_segments`. A forked child must leave its parent's alone.
 class OwnedFiles {
  public:
   ~OwnedFiles() {
@@ -116,17 +115,6 @@ Fd create_file(std::string* path) {
     ::unlink(path->c_str());
   }
   throw std::runtime_error("cannot create a receive arena in /dev/shm: no name stayed ours");
-}
-
-void sweep_one(const std::string& path) {
-  const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-  struct stat ours{};
-  struct stat named{};
-  if (!fd || ::fstat(fd.get(), &ours) != 0 || !S_ISREG(ours.st_mode) ||
-      ours.st_uid != ::geteuid() || ::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
-    return;
-  }
-  if (::lstat(path.c_str(), &named) == 0 && named.st_ino == ours.st_ino) ::unlink(path.c_str());
 }
 
 // Faults now rather than under a transfer. Adding zero leaves other writers' bytes alone.
@@ -300,16 +288,6 @@ void Segment::close() noexcept {
   if (owner_) owned_files().remove(path_);
   owner_ = false;
   fd_.reset();
-}
-
-void Segment::sweep() noexcept {
-  DIR* directory = ::opendir(kDirectory);
-  if (directory == nullptr) return;
-  while (const dirent* entry = ::readdir(directory)) {
-    const std::string name = entry->d_name;
-    if (is_segment_name(name)) sweep_one(kDirectory + name);
-  }
-  ::closedir(directory);
 }
 
 }  // namespace tetri

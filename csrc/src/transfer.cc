@@ -197,13 +197,9 @@ void Transfer::confirmed() {
 
 void Transfer::fail(Status status, const std::string& error) {
   const std::lock_guard lock(mutex_);
-  if (!is_over(state_)) settle(TransferState::kFailed, status, printable(error));
-}
-
-void Transfer::sender_closed() {
-  const std::lock_guard lock(mutex_);
+  const bool is_ours = status == Status::kClosed;  // this side ended it
   if (!is_over(state_)) {
-    settle(TransferState::kCancelled, Status::kClosed, "the sender was closed");
+    settle(is_ours ? TransferState::kCancelled : TransferState::kFailed, status, printable(error));
   }
 }
 

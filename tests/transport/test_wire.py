@@ -122,7 +122,7 @@ def test_segments_of_dead_owners_are_swept_and_those_of_living_ones_are_not(shm:
     foreign = Path("/dev/shm") / f"tetri-not-ours-{os.getpid()}"
     foreign.write_bytes(b"x")
     try:
-        shm.receiver()
+        abandoned_segments(remove=True)
         assert not dead.exists()
         assert foreign.exists()
         assert Path(living.segment).exists()

@@ -57,6 +57,7 @@ from vllm_tetri.transport.segments import (
     LEAST_BYTES,
     LEAST_CUDA_BYTES,
     ArenaSize,
+    abandoned_segments,
     arena_bounds,
     arena_size,
 )
@@ -128,6 +129,7 @@ class Endpoint(LoadReader):
     def _open_receiver(self, shape: WorkerShape) -> Receiver:
         """Open the receive arena: as large as configured, else as large as there is room for. An
         instance that has no room for one block, or exchanges none, serves all the same."""
+        abandoned_segments(remove=True)
         config, layout = self.config, shape.layout
         open_with = partial(
             Receiver,

@@ -2,8 +2,8 @@
 //
 //   [ header 4 KiB | one ControlWord per slot | arena ............ ]
 //
-// The owner holds an exclusive flock on the file while it lives; `sweep` removes the segments that
-// it can lock.
+// The owner holds an exclusive flock on the file while it lives; `transport.segments` removes those
+// that it can lock.
 #pragma once
 
 #include <array>
@@ -44,8 +44,6 @@ class Segment {
   static Segment create(uint64_t arena_bytes, bool is_shared);
   // An existing segment. Throws std::runtime_error when it is missing, foreign or malformed.
   static Segment attach(const std::string& path);
-  // Removes segments in /dev/shm whose owner is gone. Best effort, never throws.
-  static void sweep() noexcept;
 
   Segment(Segment&& other) noexcept;
   Segment& operator=(Segment&&) = delete;

@@ -98,7 +98,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   void granted(const std::string& link);
   void confirmed();
   void fail(Status status, const std::string& error);
-  void sender_closed();
   void release_room(uint64_t num_blocks);
   TimePoint open_deadline() const { return open_deadline_; }
 
