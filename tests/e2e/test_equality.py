@@ -15,7 +15,9 @@ from vllm_tetri.router.merged import read_families
 pytestmark = pytest.mark.e2e
 
 CHATS = (1, 40, 120, 400)
-COUNTED = ("prompt_tokens", "generation_tokens", "request_success")  # vLLM's counters
+COUNTED = (  # vLLM's counters
+    "prompt_tokens", "prompt_tokens_by_source", "generation_tokens", "request_success"
+)  # fmt: skip
 OBSERVED = (  # and histograms, whose sums of tokens or whose counts are the same
     "time_to_first_token_seconds_count e2e_request_latency_seconds_count "
     "iteration_tokens_total_sum request_generation_tokens_sum request_prompt_tokens_sum"

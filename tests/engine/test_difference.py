@@ -424,6 +424,21 @@ class Pool:
         assert len(free) == 47 - len(used)
 
 
+def test_pinned_blocks_that_others_gave_back_count(pair: Pair) -> None:
+    hasher, size = pair.decode.hasher, 8 * BLOCK
+    pool = Pool(0, hasher)
+    running, waiting = (
+        Request(name, prompt(size + 1), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        for name in "rw"
+    )
+    pool.cache.allocate_slots(running, size + 1)
+    running.num_computed_tokens = size + 1
+    pool.pins.hold(waiting)
+    assert pool.pins.num_blocks < 8
+    pool.cache.free(running)
+    eventually(lambda: pool.pins.num_blocks == 8)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_pins_against_a_model(pair: Pair, seed: int) -> None:
     pool = Pool(seed, pair.decode.hasher)

@@ -204,18 +204,9 @@ def one(name: str, role: str = "both", **load: Any) -> InstanceView:
     return serving(name, role, **{"left_tokens": 300, **load})
 
 
-def test_an_output_stays_here_if_elsewhere_is_not_better() -> None:
-    assert anywhere(one("other")).found() == ("me", "me:1", True)
-
-
 def test_a_decode_instance_may_keep_a_prompt_it_computed() -> None:
     assert anywhere(one("other", "decode"), role="decode").chosen() == "me"
     assert anywhere(role="decode").chosen() == "me"
-
-
-def test_an_output_moves_to_where_fewer_decode() -> None:
-    scene = anywhere(one("a", decodes=30), one("b"), decodes=30)
-    assert scene.found() == ("b", "b:1", True)
 
 
 def test_a_prefill_instance_hands_over_unless_it_is_alone() -> None:

@@ -257,6 +257,21 @@ def computes_all(trio: Trio, request: Any, *, failed: int = 1) -> None:
     assert trio.load.kv_loads_failed == 0
 
 
+def test_a_fetched_prefix_that_cannot_be_loaded_is_computed(trio: Trio) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    trio.fetcher.mover.scatter = broken  # type: ignore[method-assign]
+    fetch = trio.fetch()
+    request = trio.compute(fetch)
+    trio.ask(fetch)
+    trio.run(lambda: "a" in trio.fetcher.outputs)
+    assert trio.fetcher.holds(request, len(NEXT))
+    trio.end()
+    assert (trio.load.fetched_tokens, trio.load.fetches_failed) == (0, 1)
+    assert trio.load.kv_loads_failed == 0
+
+
 def evict(trio: Trio) -> None:
     assert trio.holder.scheduler.reset_prefix_cache()
 

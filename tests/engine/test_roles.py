@@ -216,6 +216,15 @@ def test_several_workers_need_an_executor_for_them() -> None:
         assert parse("--role", "both", option, "2").distributed_executor_backend is None
 
 
+def test_windows_that_instances_fit_by_themselves_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse("--role", "both", "--max-model-len", "2048")
+    assert not caplog.records
+    parse("--role", "both", "--max-model-len", "auto")
+    assert "exchange no KV" in caplog.text
+
+
 def test_data_parallel_ranks_have_one_api_server(caplog: pytest.LogCaptureFixture) -> None:
     assert parse("--role", "both").api_server_count is None
     assert parse("--role", "both", "--data-parallel-size", "2").api_server_count == 1

@@ -86,12 +86,6 @@ def test_the_only_decode_instance_is_chosen_with_its_endpoint() -> None:
     assert dispatch.reason
 
 
-def test_an_instance_that_refused_is_not_asked_again() -> None:
-    pair = instance("d1", "decode"), instance("d2", "decode")
-    assert chosen(*pair, refused=("d1",)) == "d2"
-    assert chosen(*pair, refused=("d1", "d2")) is None
-
-
 def test_an_instance_hands_over_to_itself_only_when_it_is_alone_and_does_both() -> None:
     me = info("me", "both")
     pair = instance("me", "both"), instance("d", "decode")

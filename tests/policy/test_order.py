@@ -385,3 +385,23 @@ def test_shortest_first_minimises_the_mean_of_a_full_batch(
     # A chunk completes everything in it at once, hence the rounding.
     for other in ("fcfs", "ljf"):
         assert mean_done("sjf") <= mean_done(other) + chunk
+
+
+def test_a_prompt_beyond_the_batch_goes_behind_what_is_started() -> None:
+    engine = Engine("srtf", sched_batch=2, chunk=100)
+    engine.add("a", 1000)
+    engine.step()
+    engine.add("b", 800)
+    engine.step()
+    engine.add("c", 50)
+    engine.step()
+    assert engine.steps[-1] == {"a": 0, "b": 100}
+
+
+def test_what_a_prompt_finds_in_the_cache_counts_before_it_is_ordered() -> None:
+    engine = Engine("fcfs", sched_batch=1, chunk=10)
+    engine.add("long", 100)
+    engine.step()
+    engine.left["hit"] = 40
+    engine.queue.add(Waiting("hit", 1000, 0))
+    assert engine.queue.unfinished_tokens == 90 + 40

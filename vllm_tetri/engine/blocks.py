@@ -9,6 +9,7 @@ those before its `first` token, which the receiver has in its prefix cache.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from vllm_tetri.transport.blocks import BlockIds
 Run = tuple[int, BlockIds]
 IdsByGroup = tuple[list[int], ...]  # a request's blocks
 _MANY_TOKENS = 1 << 40
+_COUNTED_S = 0.05  # for so long a count of pinned blocks is good
 
 
 class PromptBlocks:
@@ -127,13 +129,16 @@ class Pins:
         self._cache, self._blocks, self._pool = kv_cache, blocks, kv_cache.block_pool
         self._groups: dict[str, tuple[Sequence[KVCacheBlock], ...]] = {}  # by request
         self._asking: set[str] = set()
-        self._num_blocks: int | None = None  # as counted last, since which nothing has changed
+        self._num_blocks: int | None = None  # as counted last; None: a pin has changed
+        self._counted_s = 0.0
 
     @property
     def num_blocks(self) -> int:
         """How many blocks are kept for nothing else, of the group with the most, about."""
-        if self._num_blocks is None:
-            self._num_blocks = self._count()
+        now = time.monotonic()
+        # Requests that share some of them end without a word to this object.
+        if self._num_blocks is None or now - self._counted_s > _COUNTED_S:
+            self._num_blocks, self._counted_s = self._count(), now
         return self._num_blocks
 
     def _count(self) -> int:

@@ -222,6 +222,7 @@ ATTRIBUTES = {
         "kv_holding_waiting",  # R: requests whose KV is loaded in the background
         "block_size",  # R
         "max_num_active_reqs",  # R
+        "num_prefill_lookahead",  # R
         "max_model_len",  # R
         "hash_block_size",  # R
         "connector",  # R; W: ours for encoder-decoder models

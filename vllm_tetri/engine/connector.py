@@ -226,7 +226,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()  # else not looked at
         self.endpoint.receives.admitted(request, block_ids, num_external_tokens)
         self.endpoint.pool.admitted(request.request_id, block_ids, num_external_tokens)
 
@@ -238,9 +238,10 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self.endpoint.sends.fill(meta, scheduler_output)
         self.endpoint.moves.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
-        meta.reads = self.endpoint.predictions.reads(
-            scheduler_output.num_scheduled_tokens, self.endpoint.scheduler.requests
-        )
+        scheduler, scheduled = self.endpoint.scheduler, scheduler_output.num_scheduled_tokens
+        started = scheduler.waiting.lane.started  # of no other a state is wanted
+        if prompts := {each: scheduled[each] for each in started if each in scheduled}:
+            meta.reads = self.endpoint.predictions.reads(prompts, scheduler.requests)
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -268,7 +269,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         must_stay, prefilled = endpoint.moves.finish(request), None
         if must_stay is None:
             must_stay, prefilled = endpoint.sends.finish(request, block_ids)
-        self._send_notes()
+        if endpoint.sends.has_notes:
+            self._send_notes()
         if prefilled is None and not moved_by:
             endpoint.scheduler.record_decoded(request)
         # Its length is told by the instance that decodes it, if there is one.

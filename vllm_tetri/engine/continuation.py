@@ -163,7 +163,6 @@ class _Entry:
     token_ids: list[int]
     logprobs: LogprobsLists | None
     cached_tokens: int | None  # of the prompt, for its client; None: as counted here
-    is_shown: bool = False
 
 
 class Continuations:
@@ -183,6 +182,7 @@ class Continuations:
         self._window = scheduler.max_model_len
         self._manager = scheduler.structured_output_manager
         self.entries: dict[str, _Entry] = {}  # that have not ended
+        self.unshown: dict[str, _Entry] = {}  # those whose prior output is not shown yet
         self.num_continued = 0
         self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
 
@@ -215,7 +215,8 @@ class Continuations:
             # counts that; this one's was counted where it began.
             request.prefill_stats = None
         request.append_output_token_ids(token_ids)
-        self.entries[request.request_id] = _Entry(token_ids, logprobs, cached_tokens)
+        entry = _Entry(token_ids, logprobs, cached_tokens)
+        self.entries[request.request_id] = self.unshown[request.request_id] = entry
         self.num_continued += 1
 
     def begin_late(self, request: Request, prior_output: PriorOutput) -> None:
@@ -269,12 +270,14 @@ class Continuations:
     def show(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Put prior output in front of the first tokens sampled here; return the requests of which
         these are."""
-        shown = []
+        shown: list[str] = []
+        if not self.unshown:
+            return shown
         for output in outputs:
-            entry = self.entries.get(output.request_id)
-            if entry is None or entry.is_shown or not output.new_token_ids:
+            entry = self.unshown.get(output.request_id)
+            if entry is None or not output.new_token_ids:
                 continue
-            entry.is_shown = True
+            del self.unshown[output.request_id]
             shown.append(output.request_id)
             # Metrics count a prompt on its first instance.
             stats = output.prefill_stats = output.prefill_stats or PrefillStats()
@@ -288,7 +291,9 @@ class Continuations:
 
     def forget(self, request_id: str) -> None:
         """Forget an ended request."""
-        self.entries.pop(request_id, None)
+        if self.entries:
+            self.entries.pop(request_id, None)
+            self.unshown.pop(request_id, None)
 
 
 def pad_no_drafts(scheduler: Scheduler) -> None:

@@ -99,7 +99,10 @@ class CountsOnce(OutputProcessor):
         if iteration_stats is None or not was_prefilling or stats is None:
             return
         if stats.num_prompt_tokens == 0:  # `Continuations.show` has put prior output in front
-            iteration_stats.prompt_token_stats.cached_tokens -= stats.num_cached_tokens
+            counted = iteration_stats.prompt_token_stats
+            counted.cached_tokens -= stats.num_cached_tokens
+            counted.local_cache_hit -= stats.num_local_cached_tokens
+            counted.external_kv_transfer -= stats.num_external_cached_tokens
             iteration_stats.time_to_first_tokens_iter.pop()
             iteration_stats.num_generation_tokens -= len(engine_core_output.new_token_ids) - 1
 

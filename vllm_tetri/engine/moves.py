@@ -197,6 +197,8 @@ class MoveSide:
 
     def fill(self, meta: StepMeta, output: SchedulerOutput) -> None:
         """Add this step's orders to `meta`, as `SendSide.fill` does."""
+        if not (self._leaving or self._stops or self._frees or self._notes):
+            return
         for request_id in output.preempted_req_ids or ():
             if (each := self._leaving.get(request_id)) is not None:
                 self._drop(each.order.transfer, "it was preempted")

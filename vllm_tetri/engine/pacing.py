@@ -92,20 +92,22 @@ def work_of(output: SchedulerOutput, now: float) -> StepWork:
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     if output.total_num_scheduled_tokens == len(scheduled) == len(cached.req_ids):  # decodes only
         return StepWork(now, len(scheduled), sum(cached.num_computed_tokens), 0, 0.0)
-    contexts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    contexts |= {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
-    drafts = output.scheduled_spec_decode_tokens
-    prompts = [
-        (tokens, contexts[name])
-        for name, tokens in scheduled.items()
-        if tokens > 1 + len(drafts.get(name, ()))
-    ]
-    prompt_tokens = sum(tokens for tokens, _ in prompts)
-    squares = sum(tokens * (context + (tokens - 1) / 2) for tokens, context in prompts)
+    new = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    drafts, names = output.scheduled_spec_decode_tokens, cached.req_ids
+    decode_context = sum(cached.num_computed_tokens) + sum(new.values())
+    num_prompts, prompt_tokens, squares = 0, 0, 0.0
+    for name in [name for name, tokens in scheduled.items() if tokens > 1]:
+        if (tokens := scheduled[name]) > 1 + len(drafts.get(name, ())):
+            if (context := new.get(name)) is None:
+                context = cached.num_computed_tokens[names.index(name)]
+            num_prompts += 1
+            prompt_tokens += tokens
+            decode_context -= context
+            squares += tokens * (context + (tokens - 1) / 2)
     return StepWork(
         now,
-        len(scheduled) - len(prompts),
-        sum(contexts.values()) - sum(context for _, context in prompts),
+        len(scheduled) - num_prompts,
+        decode_context,
         prompt_tokens,
         squares / prompt_tokens if prompt_tokens else 0.0,
     )
@@ -223,17 +225,27 @@ def tile_tokens() -> int:
     return CPU_TILE_TOKENS if is_cpu() else TILE_TOKENS
 
 
-def decodes_first(running: list[Request]) -> list[Request]:
-    """Return decodes before started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
+def decodes_first(running: list[Request]) -> tuple[list[Request], int]:
+    """Return decodes before started prompts, and how many these are; new ones follow
+    (Sarathi-Serve, algorithm 3)."""
     prompts = [request for request in running if request.is_prefill_chunk]
-    if not prompts or len(prompts) == len(running):
-        return running
-    return [request for request in running if not request.is_prefill_chunk] + prompts
+    if not prompts or running[-len(prompts) :] == prompts:
+        return running, len(prompts)
+    decodes = [request for request in running if not request.is_prefill_chunk]
+    return decodes + prompts, len(prompts)
 
 
-def due_tokens(decode: Request, most_drafts: int) -> int:
-    """Return how many tokens of a running decode the next step computes: one and its drafts, none
-    where the outputs under way are sure to be its last (`Scheduler.schedule` leaves it out)."""
+def due_tokens(decodes: Sequence[Request], most_drafts: int) -> int:
+    """Return how many tokens of running decodes the next step computes."""
+    if most_drafts:
+        return sum([_due_tokens(each, most_drafts) for each in decodes])
+    under_way = [each for each in decodes if each.num_output_placeholders]
+    return len(decodes) - sum([not _due_tokens(each, 0) for each in under_way])
+
+
+def _due_tokens(decode: Request, most_drafts: int) -> int:
+    """Return those of one: a token and its drafts, none where the outputs under way are sure to be
+    its last (`Scheduler.schedule` leaves it out)."""
     under_way, computed = decode.num_output_placeholders, decode.num_computed_tokens
     if under_way and computed + 2 - under_way >= decode.num_prompt_tokens + decode.max_tokens:
         return 0

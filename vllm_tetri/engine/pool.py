@@ -257,6 +257,8 @@ class Pool:
     def match(self, request: Request, num_local: int, *, is_busy: bool) -> tuple[int | None, bool]:
         """Return how many tokens beyond the prefix cache hit can be loaded (None: ask again), and
         whether in the background."""
+        if not self.index.size:
+            return 0, False
         if request.request_id in self.loading:
             return None, False  # preempted before its load was reported
         until = self._blocks.hit_tokens(request.num_tokens, request.num_tokens)
@@ -269,7 +271,8 @@ class Pool:
 
     def ask(self, request_id: str) -> None:
         """Record that a request may be admitted in this step; else its pins go."""
-        self._asking.add(request_id)
+        if self.index.size:
+            self._asking.add(request_id)
 
     def release(self, request_id: str) -> None:
         """Let go of what is pinned for a request that is not admitted, if anything."""
@@ -297,6 +300,8 @@ class Pool:
 
     def fill(self, meta: StepMeta) -> None:
         """Add this step's orders to `meta`, after scheduling."""
+        if not (self._asking or self._saves or self._early_loads or self._loads):
+            return
         for request_id in self._asking:
             self.release(request_id)
         self._asking.clear()
@@ -310,7 +315,7 @@ class Pool:
     def report(self, report: WorkerReport) -> None:
         """Let go of places that all workers have loaded. After a load that failed nothing is tried
         again: that would fail as well."""
-        if report.load_errors and self.loading:
+        if report.failed_loads and self.loading:
             self.clear()
         for request_id, num_ranks in report.loaded.items():
             use = self.loading.get(request_id)

@@ -191,9 +191,14 @@ class Predictions:
         its tokens by request, which `num_computed_tokens` does not count yet."""
         if (head := self._head) is None:
             return []
-        here = [requests[each] for each in scheduled if each in head.unread]
-        left = {each.request_id: each.num_prompt_tokens - each.num_computed_tokens for each in here}
-        return [each for each, tokens in left.items() if head.wants(each, tokens - scheduled[each])]
+        found = []
+        for name, tokens in scheduled.items():
+            if name in head.unread:
+                request = requests[name]
+                left_tokens = request.num_prompt_tokens - request.num_computed_tokens - tokens
+                if head.wants(name, left_tokens):
+                    found.append(name)
+        return found
 
     def take(self, model_runner_output: Any) -> None:
         """Predict from the hidden states that workers report."""
@@ -208,8 +213,9 @@ class Predictions:
         """Learn from an output that ended here. Return what the instance is to be told that has its
         prompt. What the client fixed tells nothing of a model."""
         entry, sampling = self.entries.get(request.request_id), request.sampling_params
-        is_natural = sampling is not None and not sampling.ignore_eos and has_length(request)
-        if self._head is None or entry is None or not is_natural:
+        if entry is None or sampling is None or sampling.ignore_eos or not has_length(request):
+            return None
+        if self._head is None:
             return None
         num_tokens = request.num_output_tokens
         is_cut = request.status is RequestStatus.FINISHED_LENGTH_CAPPED
@@ -277,8 +283,7 @@ def is_stopped(request: Request) -> bool:
 def has_length(request: Request) -> bool:
     """Whether an ended request has an output whose length may tell something: it was not given up,
     nor asked for one token, as copies of outputs are."""
-    is_complete = is_stopped(request) or request.status in COMPLETE
-    return is_complete and request.max_tokens > 1
+    return request.max_tokens > 1 and (request.status in COMPLETE or is_stopped(request))
 
 
 def tells_length(request: Request, outputs: OutputLengths) -> bool:

@@ -101,7 +101,7 @@ class PrefillQueue(RequestQueue):
         return bool(self.first or self.dummies) or self.lane.may_start()
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.held_back) + len(self.lane) + len(self.dummies)
+        return len(self.first) + len(self.held_back) + len(self.lane.waiting) + len(self.dummies)
 
     def __iter__(self) -> Iterator[Request]:
         return chain(self.first, self.held_back.values(), self.lane, self.dummies)
@@ -111,6 +111,9 @@ class PrefillQueue(RequestQueue):
     def let_in(self, predictions: Predictions, wait_s: float) -> None:
         """Let prompts start that need not wait any more, neither for their prediction nor for what
         they fetch, by arrival. If nothing else is here than such that lack one, wait for one."""
+        if not self.held_back:
+            predictions.exchange()
+            return
         for each_s in (0.0, wait_s):
             predictions.exchange(each_s)
             waiting = {name for name in self.held_back if self._transfers.must_wait(name)}

@@ -290,17 +290,23 @@ class ReceiveSide:
     def report(self, report: WorkerReport) -> None:
         """Release the slots of loads that all workers executed."""
         self.loaded_bytes += report.loaded_bytes
-        self.loads_failed += report.load_errors
+        ours = {name for name, each in self._entries.items() if each.state is State.LOADING}
+        self.loads_failed += len(report.failed_loads - ours)  # of the pool
         for request_id, num_ranks in report.loaded.items():
             entry = self._entries.get(request_id)
             if entry is None or entry.state is not State.LOADING:
                 continue
             entry.num_loaded += num_ranks
+            entry.has_failed |= request_id in report.failed_loads
             if entry.num_loaded < self._layout.shards.num_ranks:
                 continue  # another rank still reads the slot
             self._give_back(entry)
-            self.loads_done += 1
-            self.fetched_tokens += (entry.num_tokens - entry.local_tokens) * entry.is_fetch
+            if entry.has_failed:
+                self.fetches_failed += entry.is_fetch
+                self.loads_failed += not entry.is_fetch
+            else:
+                self.loads_done += 1
+                self.fetched_tokens += (entry.num_tokens - entry.local_tokens) * entry.is_fetch
             if entry.gone:
                 del self._entries[request_id]
 

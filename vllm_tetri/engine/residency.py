@@ -53,7 +53,8 @@ class CacheLog(EventPublisher):
         self._pooled: set[bytes] = set()  # in host memory as well, or only there
         self._changes: dict[bytes, bool] = {}  # since the last report: whether it came
         self._was_cleared, self._chain_bytes = False, 0
-        self._chains: deque[RequestChain] = deque(maxlen=_MAX_CHAINS)
+        # Requests that ended: name, prompt tokens, and hashes of their blocks.
+        self._ended = deque[tuple[str, int, list[bytes]]](maxlen=_MAX_CHAINS)
 
     # -- vLLM's publisher, on the engine thread ---------------------------------
 
@@ -121,15 +122,14 @@ class CacheLog(EventPublisher):
     def record_request(self, request: Request) -> None:
         """Record the blocks of a request that ends here (engine thread)."""
         count = request.num_computed_tokens // self.block_tokens
-        hashes = request.block_hashes[self._scale - 1 :: self._scale][:count]
+        hashes = request.block_hashes[self._scale - 1 : count * self._scale : self._scale]
         if not self.is_on or not hashes:
             return
-        names = b"".join(map(_name, hashes))
+        num_bytes = NAME_BYTES * len(hashes)
         with self._lock:
-            if self._chain_bytes + len(names) <= _MAX_CHAIN_BYTES:
-                self._chain_bytes += len(names)
-                tokens = request.num_prompt_tokens
-                self._chains.append(RequestChain(request.request_id, tokens, names))
+            if self._chain_bytes + num_bytes <= _MAX_CHAIN_BYTES:
+                self._chain_bytes += num_bytes
+                self._ended.append((request.request_id, request.num_prompt_tokens, hashes))
 
     def shared_tokens(self, request: Request, fetch: Fetch) -> int:
         """Return how many tokens of a request's prompt a fetch is of (engine thread)."""
@@ -169,8 +169,12 @@ class CacheLog(EventPublisher):
         with self._lock:
             self._read()
             changes, self._changes = self._changes, {}
-            chains, self._chains = [*self._chains], deque(maxlen=_MAX_CHAINS)
+            ended, self._ended = self._ended, deque(maxlen=_MAX_CHAINS)
             was_cleared, self._was_cleared, self._chain_bytes = self._was_cleared, False, 0
+        chains = [
+            RequestChain(name, num_tokens, b"".join(map(_name, hashes)))
+            for name, num_tokens, hashes in ended
+        ]
         if not (changes or chains or was_cleared):
             return None
         added = b"".join(name for name, came in changes.items() if came)

@@ -61,6 +61,10 @@ _ONE_SERVER = (
     "--api-server-count %d: with --data-parallel-size and a role one API server is started"
 )
 
+_OWN_WINDOW = (
+    "--max-model-len auto: each instance fits a window of its own, and instances whose windows "
+    "differ exchange no KV. Give all of them one number."
+)
 _MEMORY_NODES = Path("/sys/devices/system/node")
 _WORKERS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 
@@ -85,6 +89,8 @@ def expand_role(
         return
 
     _refuse_conflicts(namespace, role)
+    if getattr(namespace, "max_model_len", None) == -1:
+        logger.warning(_OWN_WINDOW)
     config = config_of(namespace, Role(role), given_options(namespace))
     # The middleware keeps this time, so vLLM need not wait once more.
     namespace.shutdown_timeout = 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Container
 from copy import copy
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -106,8 +108,10 @@ class TetriScheduler(Scheduler):
         self.clock = StepClock(fit, self.budget)
         self._cuts_freely = cuts_freely(self.vllm_config)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
+        self._limited: Container[str] = ()  # requests that may get less than vLLM gives them
         self._num_ready = 0  # that this step may admit in addition to started prompts
         self._num_known, self._adapters = -1, set[int]()  # of so many running requests
+        self._num_decodes = self._decode_tokens = 0  # of this step; they come first in `running`
         self._padding: Request | None = None
         self._has_padded = self._is_stuck = False
         # Ranks of a mixture of experts step together: none may make the others wait.
@@ -226,8 +230,9 @@ class TetriScheduler(Scheduler):
                 self.waiting.lane.discard(request_id)
                 self.continuations.forget(request_id)
                 self.gate.forget(request_id)
-        self.running, self._num_known = decodes_first(self.running), -1
-        self.pins.leave_room([*self.running, *self.kv_holding_waiting])
+        self.running, num_prompts = decodes_first(self.running)
+        self._num_known, self._num_decodes = -1, len(self.running) - num_prompts
+        self.pins.leave_room(chain(self.running, self.kv_holding_waiting))
         self._set_budget()
         holding = [*self.kv_holding_waiting]  # which vLLM empties before it asks the gate
         self.gate.begin_step(
@@ -240,8 +245,10 @@ class TetriScheduler(Scheduler):
             self._share_out()
         else:
             # Leave the tokens added by `_set_budget` to the requests that are ready.
-            left_tokens = self._chunk_tokens if self._num_ready else 0
-            self._shares = share_in_order(self.running, left_tokens) if left_tokens else {}
+            prompts = self.running[self._num_decodes :] if self._num_ready else []
+            self._shares = share_in_order(prompts, self._chunk_tokens)
+        parked = self._endpoint.moves.parked
+        self._limited = self._shares.keys() | parked if parked else self._shares
         is_on = self._config.pad == "on" and self.pause_state is PauseState.UNPAUSED
         if is_on and self._endpoint.info.role is Role.PREFILL:
             self._pad()
@@ -256,23 +263,24 @@ class TetriScheduler(Scheduler):
     def _set_budget(self) -> None:
         """Set the tokens of the step: a chunk and all decodes, and those of every request whose KV
         is here: vLLM admits none without tokens left."""
-        decode_tokens = self._decode_tokens()
-        lane = self.waiting.lane
+        decodes, lane = self.running[: self._num_decodes], self.waiting.lane
+        self._decode_tokens = decode_tokens = due_tokens(decodes, self.num_spec_tokens)
         has_place = len(self.running) < self.max_num_active_reqs and not self.gate.is_shut
         first_tokens = lane.first_tokens(has_place=has_place) if decode_tokens else 0
         tokens = self.budget.tokens(self.running, decode_tokens, len(lane), first_tokens)
         # vLLM lets a request in that decodes at once only with all its drafts.
-        num_fetched = sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
-        num_ready = self._count_ready() * (1 + self.num_spec_tokens) + num_fetched
-        self._num_ready = num_ready
+        has_ready = self.waiting.first or self.kv_holding_waiting
+        self._num_ready = num_ready = self._ready_tokens() if has_ready else 0
         self.max_num_scheduled_tokens = min(tokens + num_ready, self._most_tokens)
         self._chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
 
-    def _count_ready(self) -> int:
-        """Count requests that need only one token of a step: their KV is here or loading."""
-        is_here = self._endpoint.receives.is_here
-        num_here = sum(is_here(each.request_id) for each in self.waiting.first)
-        return len(self.kv_holding_waiting) + num_here
+    def _ready_tokens(self) -> int:
+        """Return the tokens of requests that need only one of a step (their KV is here or loading),
+        and of those for the KV of a prefix."""
+        is_here, first = self._endpoint.receives.is_here, self.waiting.first
+        num_ready = len(self.kv_holding_waiting) + sum(is_here(each.request_id) for each in first)
+        fetched_tokens = sum(map(self._endpoint.sends.fetch_tokens, first))
+        return num_ready * (1 + self.num_spec_tokens) + fetched_tokens
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent; if all that is here waits for some,
@@ -291,11 +299,6 @@ class TetriScheduler(Scheduler):
             self.continuations.begin_late(self.requests[request_id], prior_output)
         receives.pin_arrived(self.requests)
 
-    def _decode_tokens(self) -> int:
-        """Return the tokens that decodes take of this step: one each, and drafts."""
-        decodes = (each for each in self.running if not each.is_prefill_chunk)
-        return sum(due_tokens(each, self.num_spec_tokens) for each in decodes)
-
     def _share_out(self) -> None:
         """Share the chunk out among started prompts; the queue gets the rest."""
         queue, prompts = self.waiting, self.waiting.lane
@@ -306,7 +309,7 @@ class TetriScheduler(Scheduler):
         free_blocks = self._free_per_group() + self.pins.num_blocks
         chunk_tokens = self.max_num_scheduled_tokens - self._num_ready
         if len(self.running) > len(prompts.started):
-            chunk_tokens -= self._decode_tokens()
+            chunk_tokens -= self._decode_tokens
         self._shares = queue.lane.share_out(
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
@@ -317,7 +320,9 @@ class TetriScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        # vLLM lets this method lower what a request gets of a step.
+        # vLLM lets this method lower what a request gets of a step, and asks for every request.
+        if request.request_id not in self._limited and not self.num_prefill_lookahead:
+            return max(num_new_tokens, 0)  # as vLLM does
         if request.request_id in self._endpoint.moves.parked:
             return 0
         if self._shares and self._cuts_freely:
@@ -339,8 +344,8 @@ class TetriScheduler(Scheduler):
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
         prompts, is_idle = self.waiting.lane, True
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            if request_id in prompts:
+        for request_id in [*prompts.started]:
+            if num_tokens := output.num_scheduled_tokens.get(request_id):
                 is_idle = False
                 request = self.requests[request_id]
                 remaining_tokens = request.num_tokens - request.num_computed_tokens
@@ -355,16 +360,19 @@ class TetriScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
             self.clock.end(time.monotonic())
-        self._endpoint.predictions.take(model_runner_output)
+        endpoint = self._endpoint
+        endpoint.predictions.take(model_runner_output)
+        hands_over = len(endpoint.sends) > 0  # asked first: those that end are removed
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in outputs.values():
             if self._has_padded:
                 each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
-            self._endpoint.times.end_step(each.outputs)
-            self._endpoint.moves.tell_moved(self.continuations.show(each.outputs))
-            pass_on_logprobs(each.outputs)
-        ended = self._endpoint.sends.refused | self._endpoint.receives.unmoved
-        end_requests(self, ended, outputs)
+            endpoint.times.end_step(each.outputs)
+            endpoint.moves.tell_moved(self.continuations.show(each.outputs))
+            if hands_over:
+                pass_on_logprobs(each.outputs)
+        if endpoint.sends.refused or endpoint.receives.unmoved:
+            end_requests(self, endpoint.sends.refused | endpoint.receives.unmoved, outputs)
         return outputs
 
 

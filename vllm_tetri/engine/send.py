@@ -126,6 +126,8 @@ class SendSide:
         """Add this step's orders to `meta`, after scheduling: `num_computed_tokens` still counts
         only what earlier steps completed."""
         self._drain_cancelled()
+        if not (self._sends or self._stops or self._frees or self._notes):
+            return
         for request_id in output.preempted_req_ids or ():
             self._preempt(request_id)
         now = time.monotonic()
@@ -264,6 +266,11 @@ class SendSide:
             cached_tokens=send.cached_tokens,
             held_tokens=send.held_tokens if dispatch else 0,
         )
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether `take_notes` would return any."""
+        return bool(self._notes)
 
     def take_notes(self) -> list[tuple[str, bytes]]:
         """Return the (endpoint, note) pairs since the last call."""

@@ -179,7 +179,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         failed: Why the transfer of a request failed: (round, status name, text).
         sent_bytes: KV bytes sent by transfers that completed.
         loaded_bytes: KV bytes copied from the arena into blocks.
-        load_errors: Loads that could not be executed.
+        failed_loads: Requests whose load could not be executed.
         states: Hidden states that were read, of the first rank.
     """
 
@@ -188,7 +188,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     failed: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     sent_bytes: int = 0
     loaded_bytes: int = 0
-    load_errors: int = 0
+    failed_loads: set[str] = field(default_factory=set)
     states: States = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -200,7 +200,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             failed=self.failed | other.failed,
             sent_bytes=self.sent_bytes + other.sent_bytes,
             loaded_bytes=self.loaded_bytes + other.loaded_bytes,
-            load_errors=self.load_errors + other.load_errors,
+            failed_loads=self.failed_loads | other.failed_loads,
             states=self.states | other.states,
         )
 

@@ -43,7 +43,7 @@ class RequestTimes:
     def end_step(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Record requests that a step made tokens of."""
         if self._computing:
-            for request_id in self._computing.intersection(each.request_id for each in outputs):
+            for request_id in self._computing.intersection([each.request_id for each in outputs]):
                 self._by_id[request_id].first_token_s = time.monotonic()
                 self._computing.discard(request_id)
 

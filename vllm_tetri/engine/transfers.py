@@ -112,6 +112,7 @@ class Receive:
     local_tokens: int = 0
     is_background: bool = False
     num_loaded: int = 0  # ranks that have executed the load
+    has_failed: bool = False  # on a rank
     gone: bool = False  # the request ended while workers were loading
 
     @property

@@ -294,7 +294,7 @@ class KVWorker:
         if error is None:
             self._report.loaded_bytes += order.num_blocks * self._mover.layout.block_bytes
         else:
-            self._report.load_errors += 1
+            self._report.failed_loads.add(order.request_id)
             logger.error(
                 "loading KV of request %s failed; vLLM recomputes it", order.request_id,
                 exc_info=error,

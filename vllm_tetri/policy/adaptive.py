@@ -228,8 +228,8 @@ def price_route(
     firsts = _firsts(prefills + wholes, tokens, cached, reach)
     outputs = {row: _decode_cost(row, need, objective) for row in wholes}
     # A second before the first token weighs more than one of the output: both waits count in
-    # proportion to what they would be at best. That of a long prompt weighs as a usual one's: else
-    # it would wait for seconds behind another one to leave some decodes alone.
+    # proportion to what they would be at best, of a long prompt as of a usual one: else it would
+    # wait for seconds behind another long one to leave some decodes alone.
     (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
     weight = max(candidates.weight, _weight(least_s, each_s * need.output_tokens))
     costs = {

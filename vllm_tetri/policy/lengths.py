@@ -293,8 +293,10 @@ class OutputLengths:
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than
         those, and no more than `max_tokens` and the window allow (any thread)."""
-        predicted, route = self.predict(request.request_id), self.route(request)
         most_tokens = self._most_tokens(request)
+        if most_tokens <= produced_tokens + 1:  # as of all prompts that are handed over
+            return produced_tokens + 1
+        predicted, route = self.predict(request.request_id), self.route(request)
         return self.lengths.total_tokens(predicted, produced_tokens, end, route, most_tokens)
 
     def outlook(self, request: RequestView, produced_tokens: int) -> tuple[int, float]:

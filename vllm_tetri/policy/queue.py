@@ -37,7 +37,7 @@ class PromptQueue(Generic[R]):
         self.unfinished_tokens = 0
         self._block_size = block_size
         self._remaining_tokens = remaining_tokens
-        self._waiting: dict[str, R] = {}
+        self.waiting: dict[str, R] = {}
         self._raw: dict[str, Prompt] = {}
         self._scheduled: list[Prompt] = []  # in order
         self.started: dict[str, Prompt] = {}  # some, but not all, is computed
@@ -48,37 +48,39 @@ class PromptQueue(Generic[R]):
     # -- waiting prompts ------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __iter__(self) -> Iterator[R]:
         """Yield those that wait, the next one first as far as it is known."""
-        return (self._waiting[each.id] for each in chain(self._scheduled, self._raw.values()))
+        return (self.waiting[each.id] for each in chain(self._scheduled, self._raw.values()))
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a prompt waits or is started."""
-        return request_id in self._waiting or request_id in self.started
+        return request_id in self.waiting or request_id in self.started
 
     def add(self, request: R) -> None:
-        """Append a new prompt. What the prefix cache holds is looked up when it is ordered."""
+        """Append a new prompt. What the prefix cache holds of it is looked up now, for reports, and
+        again when it is ordered."""
         name = request.request_id
         self.discard(name)  # of an aborted request that the last step still knew
-        self.unfinished_tokens += request.num_tokens
-        self._arrivals += 1
+        remaining_tokens, self._arrivals = self._remaining_tokens(request), self._arrivals + 1
         self._raw[name] = Prompt(
-            name, self._arrivals, request.num_tokens, request.priority,
-            fcfs_tokens=self.unfinished_tokens, computed_before_tokens=self._computed_tokens,
+            name, self._arrivals, remaining_tokens, request.priority,
+            fcfs_tokens=self.unfinished_tokens + request.num_tokens,
+            computed_before_tokens=self._computed_tokens,
         )  # fmt: skip
-        self._waiting[name] = request
+        self.unfinished_tokens += remaining_tokens
+        self.waiting[name] = request
 
     def discard(self, request_id: str) -> bool:
         """Remove a finished or aborted prompt, if it is known; False if it did not wait here."""
         entry = self.started.pop(request_id, None) or self._raw.pop(request_id, None)
-        if entry is None and request_id in self._waiting:
+        if entry is None and request_id in self.waiting:
             entry = next(each for each in self._scheduled if each.id == request_id)
             self._scheduled.remove(entry)
         if entry is not None:
             self.unfinished_tokens -= entry.remaining_tokens
-        return self._waiting.pop(request_id, None) is not None
+        return self.waiting.pop(request_id, None) is not None
 
     def order_waiting(self, *, is_chunk_open: bool = False) -> None:
         """Fill up the set of prompts that are ordered together. A chunk that has room after
@@ -93,7 +95,7 @@ class PromptQueue(Generic[R]):
         batch = list(islice(self._raw.values(), max(room, 0)))
         for entry in batch:
             del self._raw[entry.id]
-            self._set_remaining(entry, self._remaining_tokens(self._waiting[entry.id]))
+            self._set_remaining(entry, self._remaining_tokens(self.waiting[entry.id]))
             # Nothing has overtaken it in the raw queue.
             due_tokens = self._computed_tokens + (SRTF_BOUND - 1) * entry.fcfs_tokens
             self._next_check_tokens = min(self._next_check_tokens, due_tokens)
@@ -103,7 +105,7 @@ class PromptQueue(Generic[R]):
         """Return the next prompt; there must be one."""
         if not self._scheduled:
             self.order_waiting(is_chunk_open=True)
-        return self._waiting[self._scheduled[0].id]
+        return self.waiting[self._scheduled[0].id]
 
     def first_tokens(self, *, has_place: bool) -> int:
         """Return the tokens left of the prompt that goes first, 0 without any; of started ones only
@@ -117,8 +119,8 @@ class PromptQueue(Generic[R]):
 
     def may_start(self) -> bool:
         """Whether the next prompt may start in this step."""
-        if not self._waiting or self.free_blocks is None:
-            return bool(self._waiting)
+        if not self.waiting or self.free_blocks is None:
+            return bool(self.waiting)
         return 0 < self.free_blocks >= self._blocks(self.head().num_tokens)
 
     def start(self) -> R:
@@ -128,14 +130,14 @@ class PromptQueue(Generic[R]):
             self.free_blocks -= self._blocks(request.num_tokens)
         entry = self._scheduled.pop(0)
         self.started[entry.id] = entry
-        return self._waiting.pop(entry.id)
+        return self.waiting.pop(entry.id)
 
     def put_back(self, request: R, *, is_lost: bool) -> None:
         """Let a started prompt wait again, without its KV if `is_lost`: as the first scheduled
         one unless `srtf` says otherwise."""
         name = request.request_id
         entry = self.started.pop(name)
-        self._waiting[name] = request
+        self.waiting[name] = request
         if is_lost:
             self._set_remaining(entry, self._remaining_tokens(request))
             self._next_check_tokens = 0
@@ -182,13 +184,15 @@ class PromptQueue(Generic[R]):
         self.order_waiting()
         if self._computed_tokens >= self._next_check_tokens:
             self._check_due(chunk_tokens)
+        scheduled = [*self._scheduled]  # `may_start` may add one beyond the batch
         may_start = not was_refused and self.may_start()
-        return self._plan(chunk_tokens, self._able(may_run) if may_start else iter(()))
+        return self._plan(chunk_tokens, self._able(scheduled, may_run) if may_start else iter(()))
 
-    def _able(self, may_run: Callable[[R], bool]) -> Iterator[Prompt]:
-        """Yield scheduled prompts that may run; a generator expression would ask all, compiled."""
-        for entry in self._scheduled:
-            if may_run(self._waiting[entry.id]):
+    def _able(self, scheduled: list[Prompt], may_run: Callable[[R], bool]) -> Iterator[Prompt]:
+        """Yield the prompts that may run, asked for one by one: mypyc makes a list of a generator
+        expression."""
+        for entry in scheduled:
+            if may_run(self.waiting[entry.id]):
                 yield entry
 
     def _plan(self, chunk_tokens: int, waiting: Iterator[Prompt]) -> dict[str, int]:

@@ -23,6 +23,9 @@ _PRIOR: Vector = [0.013, 0.0006, 2.9e-6, 0.00055, 3.5e-7]
 GUESS = StepCoefficients(*_PRIOR)
 # Of what each feature is multiplied with, in the sums.
 _PRODUCTS = [(i, j) for i in range(len(_PRIOR)) for j in range(i, len(_PRIOR) + 1)]
+# The products by place in the sums: all, and those that are not 0 in a step without prompts.
+_ALL = [(at, one, other) for at, (one, other) in enumerate(_PRODUCTS)]
+_WITHOUT_PROMPTS = [each for each in _ALL if not {3, 4} & {*each[1:]}]
 _PRIOR_STEPS = 0.05  # weight of the prior, in steps
 _CONFIDENT_STEPS = 30.0
 _OUTLIER = 4.0  # a step that takes this many times what it should says nothing of the engine
@@ -38,8 +41,8 @@ class StepFit:
     def __init__(self) -> None:
         self.prompt_tokens_done = self.output_tokens_done = 0
         self.cost = StepCoefficients()
-        self._decodes = _Sums(_KEPT_DECODES)
-        self._prompts = _Sums(_KEPT_PROMPTS)
+        self._decodes = _Sums(_KEPT_DECODES, _WITHOUT_PROMPTS)
+        self._prompts = _Sums(_KEPT_PROMPTS, _ALL)
         self._error = 0.0
         self._num_steps = self._num_outliers = 0
 
@@ -82,7 +85,8 @@ class StepFit:
         if self._num_outliers < _LASTING_STEPS:
             return min(max(ratio, 1 / _OUTLIER), _OUTLIER)
         self._num_outliers = self._num_steps = 0
-        self._decodes, self._prompts = _Sums(_KEPT_DECODES), _Sums(_KEPT_PROMPTS)
+        self._decodes = _Sums(_KEPT_DECODES, _WITHOUT_PROMPTS)
+        self._prompts = _Sums(_KEPT_PROMPTS, _ALL)
         self._error = 0.0
         return ratio
 
@@ -102,19 +106,19 @@ class _Sums:
     steps that are weighted by 1 / unit²; the older the less. Of products that occur twice only one
     is kept: each step pays for this."""
 
-    def __init__(self, kept: float) -> None:
-        self._kept = kept
+    def __init__(self, kept: float, products: list[tuple[int, int, int]]) -> None:
+        self._kept, self._products = kept, products
         self.count = 0.0
         self.sums = [0.0] * len(_PRODUCTS)
 
     def add(self, features: Vector, seconds: float, unit_s: float) -> None:
-        kept = self._kept
+        kept, sums = self._kept, self.sums
         self.count = kept * self.count + 1
         # In the unit of the prior, so that all of a kind are about 1.
         columns = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
         columns.append(seconds / unit_s)
-        pairs = zip(self.sums, _PRODUCTS, strict=True)
-        self.sums = [kept * old + columns[one] * columns[other] for old, (one, other) in pairs]
+        for at, one, other in self._products:
+            sums[at] = kept * sums[at] + columns[one] * columns[other]
 
 
 def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
