@@ -125,7 +125,7 @@ def test_the_progress_of_a_load_is_that_of_its_bar(
         "result.write_text(json.dumps({'key': os.environ['OPENAI_API_KEY']}))\n"
     )
     monkeypatch.setattr(bench, "VLLM", (sys.executable, str(script)))
-    monkeypatch.setenv("VLLM_API_KEY", "of servers")
+    monkeypatch.setenv("VLLM_API_KEY", "# some\nof servers\nanother")
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     told = []

@@ -40,7 +40,7 @@ from vllm_tetri.launch.machine import (
     serve_options_in,
     thread_variables,
 )
-from vllm_tetri.router.auth import KEY_VARIABLE
+from vllm_tetri.router.auth import KEY_VARIABLE, own_keys
 from vllm_tetri.types import Mode
 
 KV_BYTES = 1 << 30
@@ -138,6 +138,8 @@ def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """Run one stock `vllm serve` on all cores or GPUs, and yield its URL when it is ready."""
     port, machine = free_port(), inspect()
     environment = {"VLLM_PLUGINS": "none", "VLLM_NO_USAGE_STATS": "1"}
+    if keys := own_keys():
+        environment[KEY_VARIABLE] = keys[0]  # vLLM takes all of them for one
     words = [*VLLM, "serve", options.model, *serve_options_of(options, 1)]
     words += ["--host", "127.0.0.1", "--port", str(port)]
     if is_cpu_build():
@@ -176,8 +178,8 @@ def send_load(
     words += [*_FIXED_LOAD.split(), "--result-dir", str(folder), "--result-filename", result.name]
     words += [*_given(options, LOAD), *shlex.split(options.bench_args)]
     environment = {"VLLM_PLUGINS": "none"}
-    if key := os.environ.get(KEY_VARIABLE):  # which servers ask for
-        environment["OPENAI_API_KEY"] = key
+    if keys := own_keys():  # which servers ask for
+        environment["OPENAI_API_KEY"] = keys[0]
     with Child(words, folder / f"{name}-load.log", environment) as process:
         while process.poll() is None:
             tell(completed=process.done_of(options.num_prompts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually, metric, pair
 from vllm_tetri.router.metrics import LOAD_NUMBERS
+from vllm_tetri.router.request import parse_request
 from vllm_tetri.types import Role
 
 
@@ -38,6 +40,33 @@ async def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
                 assert_shaped(await response.json())
         assert made["p"].calls == []
         assert await made.table() == []
+
+
+async def test_a_byte_order_mark_is_no_error() -> None:
+    async with cluster(FakeInstance("b", Role.BOTH)) as made:
+        headers = {"Content-Type": "application/json"}
+        raw = b'\xef\xbb\xbf{"model": "tiny", "prompt": "a"}'
+        for path in ("/v1/completions", "/v1/responses"):
+            async with made.client.post(made.url + path, data=raw, headers=headers) as response:
+                assert response.status == 200
+            assert not made["b"].calls[-1].raw.startswith(b"\xef")
+
+
+@pytest.mark.parametrize("flag", ["stream", "return_token_ids"])
+def test_a_flag_that_is_no_boolean_is_for_an_instance_to_read(flag: str) -> None:
+    for value, is_splittable in ((True, True), (False, True), (1, False), ("true", False)):
+        raw = json.dumps({"prompt": "a", flag: value}).encode()
+        assert parse_request("/v1/completions", raw, {}).is_splittable is is_splittable
+
+
+@pytest.mark.parametrize("body", [{}, {"model": ""}])
+async def test_a_body_without_a_model_names_one_where_there_are_several(body: Any) -> None:
+    many = FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH, models=("large",))
+    async with cluster(*many) as made:
+        url, body = made.url + "/v1/completions", {"prompt": "a", **body}
+        async with made.client.post(url, json=body) as response:
+            assert response.status == 400
+            assert "names no model" in (await response.json())["error"]["message"]
 
 
 async def test_an_unknown_model_is_not_found() -> None:

@@ -204,6 +204,7 @@ def test_a_trace_goes_on_unless_its_client_samples_it_out() -> None:
     assert first["traceparent"] == trace.headers_to(P, {})["traceparent"]
     out = {"traceparent": f"{parent}-00"}
     assert Trace(out).headers_to(P, out) == out
+    assert not Trace({"Traceparent": out["traceparent"]}).is_sampled
     assert Trace({"traceparent": "nonsense"}).headers_to(P, {})["traceparent"].startswith("00-")
 
 

@@ -51,6 +51,15 @@ async def test_a_request_as_it_is_written_and_an_answer_as_it_is_read() -> None:
     assert server.requests == [expected.encode()]
 
 
+async def test_a_connection_that_something_on_the_way_forgets_is_lost() -> None:
+    async with serving(says(OK)) as server, wires() as client:
+        await whole(client, server.url)
+        (connection,) = client.connections
+        of = connection.transport.get_extra_info("socket").getsockopt
+        assert of(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert of(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+
+
 async def test_a_connection_serves_one_request_after_another() -> None:
     async with serving(says(OK)) as server, wires() as client:
         for _ in range(5):

@@ -330,10 +330,10 @@ async def test_late_requests_are_served_late_unless_told_otherwise() -> None:
 
 async def test_a_place_that_keeps_the_promise_is_chosen() -> None:
     cheap, quick = FakeInstance("cheap", Role.BOTH), FakeInstance("quick", Role.BOTH)
-    cheap.load = replace(FREE, queued_prefill_tokens=750)
+    cheap.load = replace(FREE, queued_prefill_tokens=400)
     quick.load = replace(BUSY, light=30, remaining_tokens=3000, context_tokens=9000)
     body: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True}
-    for objective, chosen in ((Objective(), "cheap"), (Objective(ttft_s=0.3), "quick")):
+    for objective, chosen in ((Objective(), "cheap"), (Objective(ttft_s=0.17), "quick")):
         made_of = {"objective": objective, "mode": Mode.WHOLE}
         async with cluster(cheap, quick, **made_of) as made:
             await until_reported(made)

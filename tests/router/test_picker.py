@@ -235,8 +235,10 @@ async def test_a_body_may_be_empty(mode: SendMode) -> None:
 async def test_a_client_cannot_order_transfers(mode: SendMode) -> None:
     async with instances("a") as made:
         body = {**BODY, "kv_transfer_params": {"tetri": {"kind": "fetch"}}}
-        seen = await ask(Exchange(made.scheduler), body, mode)
-        assert json.loads(seen.body) == BODY
+        for path in ("/v1/completions", "/v1/%63ompletions"):
+            seen = await ask(Exchange(made.scheduler), body, mode, path=path)
+            assert json.loads(seen.body) == BODY
+        assert in_flight(made) == {"a": 2}
 
 
 async def test_requests_spread_before_any_report() -> None:

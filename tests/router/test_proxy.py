@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.router.fakes import (
 )
 from tests.router.writers import begin_stream
 from vllm_tetri.router.app import PROXIED
+from vllm_tetri.router.relay import Relay
 from vllm_tetri.types import Role
 
 RESPONSES = "/v1/responses"
@@ -115,6 +117,22 @@ async def test_a_stream_arrives_while_it_is_made_and_is_in_the_table() -> None:
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
             assert response.headers["x-request-id"] == "r1"
         assert await metric(made, 'tetri_requests_total{outcome="ok",route="passed"}') == 1
+
+
+async def test_nothing_of_a_request_is_left_to_the_garbage_collector() -> None:
+    async with cluster(*named("b")) as made:
+        await made.ask(stream=True)
+        known = relays()  # of other tests
+        gc.disable()
+        try:
+            await made.ask(stream=True)
+            await eventually(lambda: relays() <= known)
+        finally:
+            gc.enable()
+
+
+def relays() -> set[int]:
+    return {id(each) for each in gc.get_objects() if type(each) is Relay}
 
 
 async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -263,10 +264,19 @@ class Membership:
         member = self._members.get(instance)
         return None if member is None else self._view(member, now)
 
+    def info_of(
+        self, instance: InstanceId, now: float, states: Collection[InstanceState]
+    ) -> InstanceInfo | None:
+        member = self._members.get(instance)
+        return member.info if member is not None and self._state(member, now) in states else None
+
     def _view(self, member: _Member, now: float) -> InstanceView:
-        age_s, flip = now - member.heard_s, member.newest_flip(now)
-        state = InstanceState.SILENT if age_s >= self._silent_after_s else member.state
+        age_s, flip, state = now - member.heard_s, member.newest_flip(now), self._state(member, now)
         return InstanceView(member.info, state, member.load, age_s, member.seq, flip)
+
+    def _state(self, member: _Member, now: float) -> InstanceState:
+        is_silent = now - member.heard_s >= self._silent_after_s
+        return InstanceState.SILENT if is_silent else member.state
 
 
 def _check(info: InstanceInfo) -> None:

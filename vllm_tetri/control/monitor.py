@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,7 +26,15 @@ from vllm_tetri.control.view import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
-from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
+from vllm_tetri.types import (
+    ClusterView,
+    Flip,
+    InstanceId,
+    InstanceInfo,
+    InstanceState,
+    InstanceView,
+    Role,
+)
 
 _MAX_NAMED = 64  # addresses that frames were dropped from, in the log
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
@@ -124,6 +133,12 @@ class Monitor:
 
     def view_of(self, instance: InstanceId) -> InstanceView | None:
         return self.members.view_of(instance, self._heard_until_s())
+
+    def info_of(
+        self, instance: InstanceId, states: Collection[InstanceState]
+    ) -> InstanceInfo | None:
+        """What an instance announced, if it is in one of these states."""
+        return self.members.info_of(instance, self._heard_until_s(), states)
 
     def _heard_until_s(self) -> float:
         """Return the time, or that of the overdue tick of a loop that is too busy to receive."""

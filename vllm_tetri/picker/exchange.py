@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
@@ -231,7 +231,7 @@ class Exchange:
 def _request_of(headers: Mapping[str, str], raw: bytes) -> ApiRequest:
     """Parse a request; raises `Refusal`."""
     method, target = headers[":method"], headers[":path"]
-    path, rules = target.partition("?")[0], None
+    path, rules = unquote(target.partition("?")[0]), None  # as instances read it
     if path.startswith(RESPONSES + "/"):
         rules = _RULES["POST", RESPONSES]
     elif method != "POST" or path not in (CHAT, COMPLETIONS):

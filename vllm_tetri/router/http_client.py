@@ -7,6 +7,7 @@ Owned by the event loop; not thread-safe. Between requests a connection belongs 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from vllm_tetri.router.response import FlowRules, HttpResponse, Pump
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
 _MAX_HEAD_BYTES = 2 << 20  # vLLM may describe every one of 8,192 embeddings in one header
+# A connection that something on the way forgot is lost after 30 s, however busy its instance is.
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 _tls_context = cache(ssl.create_default_context)
 
@@ -252,6 +255,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        own = transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            own.setsockopt(socket.IPPROTO_TCP, option, value)
         if self not in self._owner.connections:
             self.drop(ConnectionLost("closed"))
 

@@ -99,6 +99,8 @@ class Metrics(Collector):
             "by one instance after another way failed, passed: a route that is not split, none) "
             "and how they ended (ok, error, rejected, busy, late, cancelled, poison).",
             route=_ROUTES, outcome=_OUTCOMES)
+        ends = product(_ROUTES, _OUTCOMES)
+        self._ended = {each: self.requests.labels(*each) for each in ends}
         self._ttft = self._histogram(
             "time_to_first_token_seconds",
             "Seconds from a request's arrival to the first byte of its streamed response.",
@@ -174,7 +176,7 @@ class Metrics(Collector):
 
     def record_request(self, route: str, outcome: str, entry: Entry) -> None:
         """Count a request that ends now."""
-        self.requests.labels(route, outcome).inc()
+        self._ended[route, outcome].inc()
         self._total.observe(time.monotonic() - entry.arrival_s)
         if entry.generated and entry.first_byte_s is not None:  # it was streamed
             self._ttft.observe(entry.first_byte_s - entry.arrival_s)

@@ -41,7 +41,7 @@ _WRITTEN = ("tools", "functions", "documents")  # of these, into the prompt befo
 class Start(NamedTuple):
     """A start of a prompt: its digest, its length, and that of the model's output after it."""
 
-    digest: bytes
+    digest: int
     num_bytes: int
     answer_bytes: int  # 0 if something else follows
 
@@ -70,7 +70,7 @@ class PrefixIndex:
     the event loop."""
 
     def __init__(self) -> None:
-        self._learnt = LRUCache[bytes, _Learnt](_MAX_NAMES, lambda each: each.share)
+        self._learnt = LRUCache[int, _Learnt](_MAX_NAMES, lambda each: each.share)
         self._pending: TTLCache[str, list[Start]] = TTLCache(
             _MAX_PENDING, _PENDING_S, getsizeof=len
         )
@@ -119,35 +119,40 @@ class PrefixIndex:
 def starts_of(body: dict[str, Any], *, is_chat: bool) -> list[Start]:
     """Name every start of the prompt of a request, in order."""
     base = {key: body[key] for key in _BASE if key in body}
-    digest = blake2b(msgspec.json.encode([is_chat, base], order="sorted"), digest_size=8)
+    digest = hash(msgspec.json.encode([is_chat, base], order="sorted"))
     starts = list[Start]()
     num_bytes = sum(len(msgspec.json.encode(base[key])) for key in _WRITTEN if key in base)
-    for piece, answer_bytes in _pieces(body, is_chat=is_chat):
-        num_bytes += len(piece)
-        digest.update(piece)
-        starts.append(Start(digest.digest(), num_bytes, answer_bytes))
-        if len(starts) == _MAX_PIECES:
-            break
+    for text, answer_bytes in _texts(body, is_chat=is_chat):
+        last = len(text) - _PIECE_BYTES
+        for at in range(0, len(text), _PIECE_BYTES):
+            piece = text[at : at + _PIECE_BYTES]
+            num_bytes += len(piece)
+            digest = hash((digest, piece))
+            starts.append(Start(digest, num_bytes, answer_bytes if at >= last else 0))
+            if len(starts) == _MAX_PIECES:
+                return starts
     return starts
 
 
-def _pieces(body: dict[str, Any], *, is_chat: bool) -> Iterator[tuple[bytes, int]]:
-    """Cut a prompt into pieces, each with the bytes of an output of the model that follows it. A
-    piece ends with its message."""
+def _texts(body: dict[str, Any], *, is_chat: bool) -> Iterator[tuple[bytes, int]]:
+    """Yield the messages of a prompt, or all of it, each with the bytes of an output of the model
+    that follows it."""
     if is_chat:
         messages = body.get("messages")
         messages = messages if isinstance(messages, list) else []
+        known: bytes | None = None  # the text of the next message
         for message, following in pairwise([*messages, None]):
+            text = msgspec.json.encode(_without_media(message)) if known is None else known
             is_answer = isinstance(following, dict) and following.get("role") == "assistant"
-            num_bytes = len(msgspec.json.encode(_without_media(following))) if is_answer else 0
-            yield from _cut(msgspec.json.encode(_without_media(message)), num_bytes)
+            known = msgspec.json.encode(_without_media(following)) if is_answer else None
+            yield text, len(known or b"")
         return
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        yield from _cut(prompt.encode(errors="replace"), 0)
+        yield prompt.encode(errors="replace"), 0
     elif isinstance(prompt, list):
         with suppress(OverflowError, TypeError):  # no token ids
-            yield from _cut(array("q", prompt).tobytes(), 0)
+            yield array("q", prompt).tobytes(), 0
 
 
 def _without_media(message: Any) -> Any:
@@ -164,9 +169,3 @@ def _medium_or_text(part: Any) -> Any:
         return part
     digest = blake2b(msgspec.json.encode(part, order="sorted"), digest_size=16)
     return digest.hexdigest().ljust(_MEDIA_BYTES)
-
-
-def _cut(text: bytes, answer_bytes: int) -> Iterator[tuple[bytes, int]]:
-    for start in range(0, len(text), _PIECE_BYTES):
-        is_last = start + _PIECE_BYTES >= len(text)
-        yield text[start : start + _PIECE_BYTES], answer_bytes if is_last else 0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from email.utils import formatdate
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, TypeGuard, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -115,11 +115,15 @@ class ApiRequest:
         self.has_media, self.has_links = bool(media), any(map(_is_link, media))
         # Another instance may send the KV of the prompt's start.
         self.may_fetch = self.is_splittable and not self.has_media
+        self._starts: list[Start] | None = None  # until they are asked for
 
-    @cached_property
+    @property
     def starts(self) -> list[Start]:
         """Name every start of the prompt; empty for a request that is not understood."""
-        return [] if self.rules is not None else starts_of(self.body, is_chat=self.path == CHAT)
+        if self._starts is None:
+            is_known, is_chat = self.rules is None, self.path == CHAT
+            self._starts = starts_of(self.body, is_chat=is_chat) if is_known else []
+        return self._starts
 
     def is_parsed_by(self, instance: InstanceInfo) -> bool:
         """Whether an instance's server splits a chat output into reasoning and text."""
@@ -160,6 +164,8 @@ class ApiRequest:
         if is_plain and fetch is None:
             return self.raw
         body = self.body if is_plain else {**self.body, **_IDS_WANTED}
+        if fetch is None and "return_token_ids" not in self.body and self.raw:
+            return self.raw.rstrip()[:-1] + b',"return_token_ids":true}'
         if fetch is not None:
             body = {**body, FIELD: {**self.body.get(FIELD, {}), **to_params(fetch)}}
         return msgspec.json.encode(body)
@@ -195,6 +201,8 @@ def parse_request(
     the body should be a JSON object and is not, or exceeds a limit. Wrong types are left to an
     instance, whose error message is better."""
     is_json = rules is None or (rules.has_json and bool(raw))
+    if is_json:  # a byte order mark, as some editors write it
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
     body = decode_object(raw if is_json else b"{}")
     sampling = body.get("sampling_params")
     extra = sampling.get("extra_args") if rules is not None and isinstance(sampling, dict) else None
@@ -210,14 +218,15 @@ def parse_request(
         passed = {"Content-Type": "application/json", **passed}
     else:
         passed = headers_without(_NOT_FORWARDED, headers)
+    media = list(_media_of(body))
     model, name = body.get("model"), headers.get("X-Request-Id") or body.get("request_id")
     return ApiRequest(
         path=path,
         body=body,
         raw=raw,
         model=model if isinstance(model, str) else "",
-        is_splittable=rules is None and _is_splittable(path, body),
-        approx_tokens=_approx_tokens(body, raw if is_json else b"{}"),
+        is_splittable=rules is None and _is_splittable(path, body, media),
+        approx_tokens=_approx_tokens(body, raw if is_json else b"{}", media),
         headers=passed,
         request_id=name if isinstance(name, str) and _NAME.fullmatch(name) else "",
         client=client,
@@ -238,9 +247,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     """Decode a body as a JSON object of bounded size and depth: a few megabytes can become
     gigabytes of Python objects, and deep ones cannot be encoded again for an instance. Raises
     `Refusal`: 400, the body is not such an object; 413, it has too many values."""
-    num_opened = raw.count(b"[") + raw.count(b"{")
     # Counts inside strings, too: telling them apart would take longer than decoding.
-    if num_opened + raw.count(b",") > MAX_VALUES:
+    if len(raw) > MAX_VALUES and sum(map(raw.count, (b"[", b"{", b","))) > MAX_VALUES:
         raise Refusal(413, f"the body has more than {MAX_VALUES} values")
     try:
         body: Any = msgspec.json.decode(raw)
@@ -248,7 +256,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
         raise Refusal(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refusal(400, f"the body must be a JSON object, not {type(body).__name__}")
-    if num_opened > MAX_DEPTH and _is_deeper(body, MAX_DEPTH):
+    if _opens_more(raw, MAX_DEPTH) and _is_deeper(body, MAX_DEPTH):
         raise Refusal(400, f"the body nests deeper than {MAX_DEPTH} levels")
     for name, value in body.items():
         if isinstance(value, list) and len(value) > MAX_ENTRIES and not isinstance(value[0], int):
@@ -257,32 +265,31 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _is_splittable(path: str, body: dict[str, Any]) -> bool:
+def _is_splittable(path: str, body: dict[str, Any], media: list[dict[str, Any]]) -> bool:
     if any(body.get(key) for key in _ONE_INSTANCE) or body.get("prompt_logprobs") == 0:
         return False
     if body.get("stream_options") and not body.get("stream"):
         return False  # an instance refuses it; prefill requests have no such options
     if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] < 1):
         return False
-    if body.get("stream") not in (None, True, False):
+    flags = body.get("stream"), body.get("return_token_ids")
+    if not all(each is None or isinstance(each, bool) for each in flags):
         return False
     if path == CHAT:
         # Nothing proves that media which the client names are the same on another instance.
-        unnamed = (not _UNPROVED & {*part, str(part.get("type"))} for part in _media_of(body))
+        unnamed = (not _UNPROVED & {*part, str(part.get("type"))} for part in media)
         return isinstance(body.get("messages"), list) and all(unnamed)
     prompt = body.get("prompt")
-    return isinstance(prompt, str) or (
-        isinstance(prompt, list) and bool(prompt) and all(map(_is_int, prompt))
-    )
+    return isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) == {int})
 
 
-def _approx_tokens(body: dict[str, Any], raw: bytes) -> int:
+def _approx_tokens(body: dict[str, Any], raw: bytes, media: list[dict[str, Any]]) -> int:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and _is_int(prompt[0]):
         return len(prompt)
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace")) // _BYTES_PER_TOKEN
-    num_media_bytes = sum(len(msgspec.json.encode(part)) for part in _media_of(body))
+    num_media_bytes = sum(len(msgspec.json.encode(part)) for part in media)
     return (len(raw) - num_media_bytes) // _BYTES_PER_TOKEN
 
 
@@ -306,11 +313,24 @@ def _is_link(part: dict[str, Any]) -> bool:
     return any(isinstance(url, str) and not url.startswith("data:") for url in urls)
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
-    if not isinstance(value, (list, dict)):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return limit == 0 or any(_is_deeper(each, limit - 1) for each in inner)
+def _opens_more(raw: bytes, most: int) -> bool:
+    """Whether lists and objects begin more than so often; `find` is much faster than `count`."""
+    for sign in (b"[", b"{"):
+        at = raw.find(sign)
+        while at >= 0:
+            most -= 1
+            if most < 0:
+                return True
+            at = raw.find(sign, at + 1)
+    return False
+
+
+def _is_deeper(value: dict[str, Any], limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for some in inner for each in some if isinstance(each, (list, dict))]
+    return bool(level)
 
 
 def _is_int(value: object) -> TypeGuard[int]:

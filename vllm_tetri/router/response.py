@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -134,6 +135,12 @@ class HttpResponse:
         if self._unread and not take(await self.read_some()):
             return True
         return await self._wait(take)
+
+    async def pour_rest(self, take: Callable[[bytes], bool], within_s: float) -> None:
+        """`pour` what is left, if it comes in time; mostly there is nothing left."""
+        with suppress(HttpError, TimeoutError):
+            async with asyncio.timeout(within_s) if self._connection else nullcontext():
+                await self.pour(take)
 
     def begin_flow(self, target: int, rules: FlowRules) -> Flow | None:
         """Let a flow take the body to another socket; None if that cannot begin now. It goes on

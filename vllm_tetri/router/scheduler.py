@@ -227,8 +227,7 @@ class GlobalScheduler:
 
     def info(self, instance: InstanceId) -> InstanceInfo | None:
         """Return what an instance announced, if it is in use."""
-        one = self.monitor.view_of(instance)
-        return one.info if one is not None and one.state in SERVING else None
+        return self.monitor.info_of(instance, SERVING)
 
     def record_sent(
         self, entry: Entry, request: ApiRequest, route: Route, instance: InstanceInfo
@@ -326,9 +325,9 @@ class GlobalScheduler:
                 kind="model_not_found",
             )
         canonical = {info.models[0] for info in names.values()}
-        if len(canonical) > 1 and request.body.get("model") is None:
+        if len(canonical) > 1 and request.body.get("model") in (None, ""):
             raise Refusal(400, f"the body names no model; choose one of {known}", param="model")
-        return replace(request, model=next(iter(canonical)))
+        return replace(request, model=min(canonical))
 
     def _record_refused(self, request: ApiRequest, refusal: Refusal) -> None:
         """Record a request that is not begun."""

@@ -59,7 +59,7 @@ class BodyReader:
         too large, or exceeds the bound for all; 400, it is not what the headers say."""
         try:
             if request.content.is_eof():  # as nearly always
-                return self._hold(request, request.content.read_nowait(-1))
+                return self._hold(request, request.content.read_nowait(-1), 0)
             return await self._read_slowly(request)
         except web.RequestPayloadError as error:
             raise Refusal(400, "the body is not what its headers say") from error
@@ -83,7 +83,7 @@ class BodyReader:
         try:
             async with asyncio.timeout(limits.body_s) as deadline:
                 while part := await request.content.readany():
-                    body += self._hold(request, part)
+                    body += self._hold(request, part, len(body))
                     more_s = len(body) / limits.least_bytes_per_s
                     deadline.reschedule(begun_s + limits.body_s + more_s)
         except TimeoutError as error:
@@ -91,9 +91,9 @@ class BodyReader:
             raise Refusal(408, words) from error
         return bytes(body)
 
-    def _hold(self, request: web.Request, part: bytes) -> bytes:
-        request[_HELD_BYTES] = request.get(_HELD_BYTES, 0) + len(part)
-        self.hold(len(part), request[_HELD_BYTES])
+    def _hold(self, request: web.Request, part: bytes, before: int) -> bytes:
+        request[_HELD_BYTES] = body_bytes = before + len(part)
+        self.hold(len(part), body_bytes)
         return part
 
     def _check(self, body_bytes: int, bodies_bytes: int) -> None:
@@ -357,9 +357,13 @@ async def listening(
             port.close()
             await asyncio.sleep(0)  # requests that were accepted begin
             until_s = loop.time() + listener.stop_s
-            # aiohttp drops what comes later, bodies that have begun included.
             due = {each.body for each in connections if each.is_receiving}
-            while due and loop.time() < until_s:
+            while due and loop.time() < until_s:  # aiohttp drops bodies that have begun
+                for each in [*connections]:  # others end now, or after their response
+                    if each.body is None:
+                        each.force_close()
+                    elif not each.is_receiving:
+                        each.close()
                 await asyncio.sleep(_LOOK_AGAIN_S)
                 due &= {each.body for each in connections if each.is_receiving}
             server.pre_shutdown()

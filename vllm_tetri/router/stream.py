@@ -277,9 +277,7 @@ class Output:
                 if self._reads_before_flow == 0:
                     await self._let_flow(response)
                 if self.is_complete:  # the rest frees the connection for another request
-                    with suppress(HttpError, TimeoutError):
-                        async with asyncio.timeout(_END_S):
-                            await response.pour(self._pass_on)
+                    await response.pour_rest(self._pass_on, _END_S)
                     break
                 goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:

@@ -47,7 +47,8 @@ class Trace:
     """The ids of one request's spans."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
-        found = _PARENT.fullmatch(headers.get("traceparent", ""))
+        given = [each for name, each in headers.items() if name.lower() == "traceparent"]
+        found = _PARENT.fullmatch(given[0]) if given else None
         self.trace_id = int(found[1], 16) if found else random.getrandbits(128)
         self.parent_id = int(found[2], 16) if found else 0
         self.is_sampled = not found or bool(int(found[3], 16) & 1)
@@ -128,8 +129,8 @@ class Entry:
     def on(self, event: Event) -> None:
         """Move to the next phase; raises `ValueError` if the event cannot happen now."""
         self.phase = advance(self.phase, event)
-        self.marks.append(Mark(event, self.worker, time.monotonic()))
-        self._count()
+        worker = self._count()
+        self.marks.append(Mark(event, worker, time.monotonic()))
 
     def send_prefill(
         self, instance: InstanceId, reason: str
@@ -192,9 +193,10 @@ class Entry:
         if message.ending is not None and waiting is not None and not waiting.done():
             waiting.set_result(message)
 
-    def _count(self) -> None:
+    def _count(self) -> InstanceId:
         before, self._counted_at = self._counted_at, self.worker
-        self._table.move(self, before, self.worker)
+        self._table.move(self, before, self._counted_at)
+        return self._counted_at
 
 
 class RequestTable:
