@@ -19,19 +19,19 @@ PACKAGE = ROOT / "vllm_tetri"
 # the package may have 26,000; docs/adr/0012-one-road.md has what the review of November 2026 asked
 # for, 20,500, and `git log -p` of this file what came since.
 FOLDERS = {
-    "vllm_tetri": 32_677,
-    "vllm_tetri/policy": 4_540,
-    "vllm_tetri/control": 1_332,
+    "vllm_tetri": 32_875,
+    "vllm_tetri/policy": 4_576,
+    "vllm_tetri/control": 1_357,
     "vllm_tetri/transport": 2_132,
-    "vllm_tetri/engine": 6_817,
-    "vllm_tetri/router": 8_137,
+    "vllm_tetri/engine": 6_894,
+    "vllm_tetri/router": 8_179,
     "vllm_tetri/predictor": 481,
     "vllm_tetri/launch": 2_074,
-    "vllm_tetri/sim": 3_730,
-    "examples/benchmarks": 9_831,
+    "vllm_tetri/sim": 3_746,
+    "examples/benchmarks": 9_807,
     "examples/predictor": 1_891,
-    "csrc": 8_201,
-    "tests": 52_291,
+    "csrc": 8_167,
+    "tests": 52_412,
 }
 MODULES = {"vllm_tetri/router": 31, "vllm_tetri/engine": 27, "vllm_tetri/policy": 24}
 FILE_LINES = 400
@@ -42,7 +42,7 @@ COMMANDS = 16
 COMMANDS_IN_HELP = 15
 DOC_PAGES = 17
 
-DOC_WORDS = 36_510
+DOC_WORDS = 36_600
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

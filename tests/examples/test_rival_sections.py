@@ -80,11 +80,6 @@ def test_mooncake_refuses_a_computed_prompt_if_too_many_decode_by_then() -> None
     assert [each.ttft_s for each in outcome.served] == pytest.approx([prompt_s(10)] * 2)
 
 
-def test_mooncake_refuses_on_arrival_if_too_many_decode_now() -> None:
-    specs = [spec(0, 10, 40), spec(1, 10, 40, 2.0), spec(2, 10, 40, 6.0)]
-    assert refused(refusing(Rule.NOW, specs)) == [(2, 0)]
-
-
 def test_mooncake_forgets_prompts_that_wait_unless_it_forecasts() -> None:
     """The third arrives while nothing is decoded, and is computed when two are."""
     specs = [spec(number, 10, 40, 0.1 * number) for number in range(3)]

@@ -39,12 +39,6 @@ def test_decodes_spread_over_instances() -> None:
     assert min(counts) >= 8
 
 
-def test_without_a_pair_requests_stay_whole() -> None:
-    served = simulate(ClusterConfig(make_instances(both=1, engine=ENGINE)), [spec(0, 10, 2)])
-
-    assert not served[0].is_split
-
-
 def test_whole_goes_where_least_is_waited_whatever_the_role() -> None:
     specs = [spec(0, 60, 2), spec(1, 10, 2, 0.01), spec(2, 10, 2, 0.02)]
 

@@ -34,7 +34,6 @@ from vllm_tetri.types import Role
 
 SARATHI_BUDGET_TOKENS = 512  # Sarathi-Serve's under a strict SLO, section 5
 SPLITWISE_BATCH_TOKENS = 2048
-SPLITWISE_AGEING_S = 5.0  # the paper names no number
 # Mooncake: chunks of more than 1000 tokens saturate the device. Those of its decode instances
 # are for prompts that disturb no decode; the paper names no number.
 MOONCAKE_CHUNK_TOKENS, MOONCAKE_INLINE_TOKENS = 1024, 128
@@ -158,10 +157,6 @@ def mooncake(parts: Parts, rule: Rule | None = None, nodes: int = 1) -> ClusterC
     return ClusterConfig(instances, mode, parts.seed)
 
 
-def _pipelined(parts: Parts) -> ClusterConfig:
-    return mooncake(parts, nodes=parts.divided()[0])
-
-
 def adrenaline(parts: Parts, model: str = "llama-2-13b", gpu: str = "a100-80g") -> ClusterConfig:
     """Build DistServe with executors of attention on its prefill instances; the model and the
     device tell what messages cost."""
@@ -254,33 +249,14 @@ SYSTEMS: dict[str, System] = {
     ),
     "distserve": System("prefill instances with whole prompts, decode instances", _distserve),
     "splitwise": System("the same, and a mixed pool for what is too much", splitwise),
-    "splitwise-aged": System(
-        "the same, decodes that have aged are not preempted",
-        lambda parts: splitwise(parts, Unchunked(ageing_s=SPLITWISE_AGEING_S)),
-    ),
     "adrenaline": System("distserve, prefill devices share the attention of decodes", adrenaline),
     "mooncake": System("refuses late requests, short prompts on decode instances", mooncake),
-    "mooncake-later": System(
-        "the same, the pace is looked at after the prompt",
-        lambda parts: mooncake(parts, Rule.LATER),
-    ),
-    "mooncake-now": System(
-        "the same, and on arrival that of now", lambda parts: mooncake(parts, Rule.NOW)
-    ),
-    "mooncake-forecast": System(
-        "the same, and on arrival that at the prompt's end",
-        lambda parts: mooncake(parts, Rule.FORECAST),
-    ),
-    "mooncake-pipeline": System("chunks on all prefill instances in turn", _pipelined),
     "tetri": System("TetriInfer: chunks, shortest first, expected output lengths", _tetri),
     "tetri-paper": System("the same with the settings of its paper", _paper),
     "adaptive": System("split or aggregated, the one with the lower cost", _adaptive),
     "whole": System("one instance per request, the one with the lowest delay", _mode("whole")),
 }
-WITH_ROLES = (
-    "distserve", "splitwise", "splitwise-aged", "adrenaline", "mooncake", "mooncake-later",
-    "mooncake-now", "mooncake-forecast", "mooncake-pipeline", "tetri", "tetri-paper",
-)  # fmt: skip
+WITH_ROLES = "distserve", "splitwise", "adrenaline", "mooncake", "tetri", "tetri-paper"
 
 
 def system_of(name: str, parts: Parts) -> ClusterConfig:
