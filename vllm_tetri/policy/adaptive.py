@@ -146,7 +146,7 @@ def hand_over_s(
 
 class PriceCandidates:
     """The instances worth pricing for requests of one model, ordered once per view by what a
-    `usual` request costs there. `weight` is that of a second before its first token.
+    `usual` request costs there. `weight` is that of a second before the first token of such a request.
 
     With `spares_prefill` outputs go to prefill instances only if there is no other: that these are
     free of decodes is what makes them quick. `spares_decode` does so with prompts and decode
@@ -228,8 +228,7 @@ def price_route(
     firsts = _firsts(prefills + wholes, tokens, cached, reach)
     outputs = {row: _decode_cost(row, need, objective) for row in wholes}
     # A second before the first token weighs more than one of the output: both waits count in
-    # proportion to what they would be at best, of a long prompt as of a usual one: else it would
-    # wait for seconds behind another long one to leave some decodes alone.
+    # proportion to what they would be at best. A long prompt's weighs as a usual one's.
     (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
     weight = max(candidates.weight, _weight(least_s, each_s * need.output_tokens))
     costs = {

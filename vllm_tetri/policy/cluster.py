@@ -188,11 +188,12 @@ class ClusterTable:
         }
 
     def usual(self, model: str) -> Usual:
-        """Return the usual lengths of requests of a model: of prompts those of the outputs that are
-        decoded now, of outputs a mean over instances that have seen some end."""
+        """Return the usual lengths of requests of a model, of any if it is not known: of prompts by
+        the context of what is decoded or will be, of outputs a mean over instances that have seen
+        some end."""
         found = self._usual.get(model)
         if found is None:
-            rows = self.by_model.get(model, [])
+            rows = self.by_model.get(model) or [*self.by_id.values()]
             ended = [row.view.load.usual_tokens for row in rows if row.view.load.usual_tokens]
             output_tokens = round(fmean(ended)) if ended else 0
             decodes = sum([row.decodes for row in rows])

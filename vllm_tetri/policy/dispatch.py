@@ -201,7 +201,7 @@ class DecodeDispatcher:
         self._policy, self._lengths, self._end = policy, lengths, end
         self._patience_s, self._rng = patience_s, rng
         self._state = ClusterState(GRACE_S)
-        self._usual_tokens = 0  # as decode instances report; 0: not known
+        self._usual_tokens = 0  # as instances of the model report; 0: not known
         self.held: dict[str, float] = {}  # since when, by request without a capable instance
         # A network can be cut between two instances only, which no view shows.
         self._avoid_until_s: dict[str, float] = {}

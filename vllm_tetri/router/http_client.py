@@ -27,7 +27,7 @@ from vllm_tetri.router.response import FlowRules, HttpResponse, Pump
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
 _MAX_HEAD_BYTES = 2 << 20  # vLLM may describe every one of 8,192 embeddings in one header
-# A connection that something on the way forgot is lost after 30 s, however busy its instance is.
+# A connection that a NAT has forgotten is given up after 30 s, however busy its instance is.
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 _tls_context = cache(ssl.create_default_context)

@@ -75,7 +75,7 @@ class Relay:
             return self.output.break_off(refusal)
         finally:
             self._mover.close()
-            del self._mover  # it has a method of this: only the garbage collector would free both
+            del self._mover  # it holds `self._send`: only the garbage collector would free the two
             self._drop_transfer()
 
     async def _try_until_served(self) -> web.StreamResponse:

@@ -314,7 +314,7 @@ def _is_link(part: dict[str, Any]) -> bool:
 
 
 def _opens_more(raw: bytes, most: int) -> bool:
-    """Whether lists and objects begin more than so often; `find` is much faster than `count`."""
+    """Whether more than `most` brackets open; `find` is much faster than `count`."""
     for sign in (b"[", b"{"):
         at = raw.find(sign)
         while at >= 0:
