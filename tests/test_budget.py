@@ -19,8 +19,8 @@ PACKAGE = ROOT / "vllm_tetri"
 # the package may have 26,000; docs/adr/0012-one-road.md has what the review of November 2026 asked
 # for, 20,500, and `git log -p` of this file what came since.
 FOLDERS = {
-    "vllm_tetri": 32_875,
-    "vllm_tetri/policy": 4_576,
+    "vllm_tetri": 32_876,
+    "vllm_tetri/policy": 4_577,
     "vllm_tetri/control": 1_357,
     "vllm_tetri/transport": 2_132,
     "vllm_tetri/engine": 6_894,
@@ -42,7 +42,7 @@ COMMANDS = 16
 COMMANDS_IN_HELP = 15
 DOC_PAGES = 17
 
-DOC_WORDS = 36_600
+DOC_WORDS = 36_598
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

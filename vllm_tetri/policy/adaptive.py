@@ -146,7 +146,7 @@ def hand_over_s(
 
 class PriceCandidates:
     """The instances worth pricing for requests of one model, ordered once per view by what a
-    `usual` request costs there. `weight` is that of a second before the first token of such a request.
+    `usual` request costs there. `weight` is that of a second before its first token.
 
     With `spares_prefill` outputs go to prefill instances only if there is no other: that these are
     free of decodes is what makes them quick. `spares_decode` does so with prompts and decode

@@ -52,18 +52,19 @@ def expected_s(row: InstanceRow, load: UsualLoad, count: int) -> list[tuple[floa
     cost, tokens = row.cost, load.prompt_tokens
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
     prompt_s = max(_LEAST_S, tokens * row.token_s(tokens))
-    counted_s = max(_LEAST_S, tokens * cost.prompt_s)  # in shares, without attention
+    counted_s = max(_LEAST_S, tokens * cost.prompt_s)  # what shares count: no attention
+    prompt_share = min(_MOST_SHARE, load.prompt_share * prompt_s / counted_s)
     chunks = max(1.0, tokens / row.chunk_tokens)
     alone_s = prompt_s + chunks * cost.base_s
     moved_s = hand_over_s(row, tokens)
-    offered = load.prompt_share * count * alone_s / counted_s  # instances that prompts keep busy
+    offered = prompt_share * count * alone_s / prompt_s  # instances that prompts keep busy
     mixed = 1.0  # the part of prompts that is computed beside outputs
     found = list[tuple[float, float]]()
     for spared in range(count):
         if spared:
             mixed = offered * mixed / (spared + offered * mixed)
         more = count / (count - spared)
-        decodes, share = more * load.decodes, min(_MOST_SHARE, more * load.prompt_share * mixed)
+        decodes, share = more * load.decodes, min(_MOST_SHARE, more * prompt_share * mixed)
         none_idle = (1 - exp(-decodes)) ** (count - spared)  # the probability that all have outputs
         step_s = cost.base_s + none_idle * decodes * each_s
         ttft_s = prompt_s * (1 + share / (2 * (1 - share))) + (chunks + none_idle / 2) * step_s
