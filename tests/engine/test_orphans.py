@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from vllm_tetri.engine.step import FirstTokens, encode_note
 from vllm_tetri.handover import PriorOutput
 from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.transport import native
-from vllm_tetri.types import TransferId
+from vllm_tetri.transport.segments import SHARED_MEMORY
+from vllm_tetri.types import Role, TransferId
 
 SOON_S = 10.0  # the timeouts are 600 s
 ROUTER = "t-r"  # whose transfers are those of requests r/...
@@ -185,3 +187,13 @@ def test_first_tokens_without_a_request_are_forgotten(pair: Pair) -> None:
     )
     eventually(lambda: receives.tidy() or "t-b" in receives.outputs)
     assert "t-a" not in receives.outputs
+
+
+def test_an_instance_that_starts_removes_arenas_without_an_owner(tmp_path: Path) -> None:
+    abandoned = SHARED_MEMORY / f"tetri-{uuid4().hex}"
+    abandoned.touch()
+    try:
+        with closing(Engine(tmp_path, Role.DECODE, arena_bytes=1 << 20)):
+            assert not abandoned.exists()
+    finally:
+        abandoned.unlink(missing_ok=True)

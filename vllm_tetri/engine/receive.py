@@ -290,8 +290,9 @@ class ReceiveSide:
     def report(self, report: WorkerReport) -> None:
         """Release the slots of loads that all workers executed."""
         self.loaded_bytes += report.loaded_bytes
-        ours = {name for name, each in self._entries.items() if each.state is State.LOADING}
-        self.loads_failed += len(report.failed_loads - ours)  # of the pool
+        if report.failed_loads:
+            ours = {name for name, each in self._entries.items() if each.state is State.LOADING}
+            self.loads_failed += len(report.failed_loads - ours)  # of the pool
         for request_id, num_ranks in report.loaded.items():
             entry = self._entries.get(request_id)
             if entry is None or entry.state is not State.LOADING:
