@@ -24,6 +24,7 @@ BOTH = {
     "test_continuation",
     "test_decode_admission",
     "test_difference",
+    "test_fetch",
     "test_flip",
     "test_handover",
     "test_moves",

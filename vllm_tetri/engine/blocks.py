@@ -41,8 +41,7 @@ class PromptBlocks:
         # A prefix hit ends with a block of every group; for EAGLE and MTP vLLM takes back one.
         self._hit_tokens, self.num_taken_back = lcm(*sizes), int(kv_cache.use_eagle)
         self.num_groups = len(self._groups)
-        # After a load that fails vLLM computes from its first block on, for which all before have
-        # to be there; after one in the background it computes the prompt.
+        # vLLM takes the blocks of a load within a step that failed only without other groups.
         self.is_uniform = self.num_groups == len(self.growing) == 1
         # The group that tells where a prefix hit may end, how many tokens its blocks have, and how
         # many of them a hit needs, the last ones: the group with the largest window, else one that

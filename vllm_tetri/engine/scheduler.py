@@ -45,7 +45,7 @@ from vllm_tetri.engine.pacing import (
 from vllm_tetri.engine.prediction import has_length
 from vllm_tetri.engine.queue import PrefillQueue, may_run
 from vllm_tetri.engine.residency import CacheLog
-from vllm_tetri.engine.transfers import end_requests
+from vllm_tetri.engine.transfers import compute_again, end_requests
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
@@ -364,6 +364,7 @@ class TetriScheduler(Scheduler):
         endpoint.predictions.take(model_runner_output)
         hands_over = len(endpoint.sends) > 0  # asked first: those that end are removed
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        compute_again(self, model_runner_output.kv_connector_output)
         for each in outputs.values():
             if self._has_padded:
                 each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
@@ -371,8 +372,7 @@ class TetriScheduler(Scheduler):
             endpoint.moves.tell_moved(self.continuations.show(each.outputs))
             if hands_over:
                 pass_on_logprobs(each.outputs)
-        if endpoint.sends.refused or endpoint.receives.unmoved:
-            end_requests(self, endpoint.sends.refused | endpoint.receives.unmoved, outputs)
+        end_requests(self, endpoint.sends.refused | endpoint.receives.unmoved, outputs)
         return outputs
 
 

@@ -7,6 +7,7 @@ the last block in the prefix cache; if it does not, it ends at once and nothing 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -17,6 +18,7 @@ from vllm_tetri.engine.compat import (
     EngineCoreOutput,
     EngineCoreOutputs,
     KVCacheManager,
+    KVConnectorOutput,
     Request,
     RequestStatus,
     Scheduler,
@@ -132,3 +134,21 @@ def end_requests(scheduler: Scheduler, names: Collection[str], outputs: dict[int
     for each in ended:
         output = EngineCoreOutput(each.request_id, [], finish_reason=each.get_finished_reason())
         outputs.setdefault(each.client_index, EngineCoreOutputs()).outputs.append(output)
+
+
+def compute_again(scheduler: Scheduler, found: KVConnectorOutput | None) -> None:
+    """Preempt running requests with blocks that could not be loaded, and drop their outputs of
+    steps under way. vLLM only lowers `num_computed_tokens`, of which its V2 runner takes no notice,
+    and goes on with outputs that were computed from these blocks (vLLM's issue 49250)."""
+    invalid_ids = found.invalid_block_ids if found is not None else None
+    if not invalid_ids:
+        return
+    now, cache = time.monotonic(), scheduler.kv_cache_manager
+    for request in scheduler.running[::-1]:
+        ids = cache.get_block_ids(request.request_id)[0]
+        if (first := next((i for i, each in enumerate(ids) if each in invalid_ids), None)) is None:
+            continue
+        cache.evict_blocks(set(ids[first:]))  # else it would find them when it resumes
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, now, drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # it may resume at once

@@ -250,7 +250,8 @@ class _Simulation:
             self._dispatch(request, now, may_wait=False)  # it hands over what is granted at once
         elif request.is_split and request.is_granted:
             self._hand_over(request, now)
-        if request.is_split and not request.is_granted:
+        has_timeout = self._instances[request.prefill].engine.kind.has_timeout
+        if request.is_split and not request.is_granted and has_timeout:
             self.loop.at(now + TRANSFER_TIMEOUT_S, partial(self._lose, request))
         return request.is_split
 

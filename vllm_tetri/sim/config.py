@@ -21,9 +21,10 @@ _WINDOW_TOKENS = 1 << 20
 @dataclass(frozen=True)
 class EngineKind:
     """A kind of engine, here vLLM with this package; `cluster.ENGINES` names the class that
-    simulates it. `can_hand_over` says whether it sends and receives KV."""
+    simulates it. `can_hand_over` says whether it sends and receives KV, `has_timeout` whether a
+    transfer without room is given up."""
 
-    can_hand_over = has_prefix_cache = True
+    can_hand_over = has_prefix_cache = has_timeout = True
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Unchunked(EngineKind):
 
     most_preemptions: int = 2
     ageing_s: float = inf
-    has_prefix_cache = False
+    has_prefix_cache = has_timeout = False
 
 
 class OrcaInstance(StockInstance):
