@@ -57,6 +57,7 @@ def test_an_error_is_one_line_with_a_hint(
     [
         (["sim", "--help"], 0, "vllm-tetri sim plan"),  # a command names its sub-commands
         (["router", "--max-inflight", "3"], 2, "did you mean --max-in-flight?"),
+        (["up", "model", "--tensor-parallel-size", "2"], 2, "`vllm serve` follow a bare --"),
         (["router", "--xyzzy", "3"], 2, "see vllm-tetri router"),
         (["router", "--max_in_flight=a_b"], 2, "--max-in-flight: 'a_b' is not"),
         (["router", "--max_in_flight", '--a {"b_c": 1}'], 2, """'--a {"b_c": 1}' is not"""),

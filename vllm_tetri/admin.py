@@ -79,7 +79,9 @@ def _response(
         words = str(getattr(reason, "strerror", None) or reason).lower()
         hint = "start one with `vllm-tetri up MODEL` or give --url"
         if isinstance(reason, ssl.SSLError):
-            hint = "SSL_CERT_FILE may name the certificate to trust"
+            hint = "SSL_CERT_FILE names a certificate to trust, --url https://NAME:PORT its name"
+        elif isinstance(reason, ConnectionResetError) and url.startswith("http:"):
+            hint = "if it has a certificate, give --url https://NAME:PORT"
         raise AdminError(f"no {what} answers at {url}: {words}; {hint}") from error
 
 

@@ -120,6 +120,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown.startswith("-"):
             close = get_close_matches(unknown.partition("=")[0], self._option_string_actions, n=1)
             message += f"; did you mean {close[0]}?" if close else f"; see {self.prog} --help"
+            if "[-- " in (self.usage or ""):
+                message += "; options of `vllm serve` follow a bare --"
         super().error(message)
 
 

@@ -36,6 +36,15 @@ async def test_who_does_not_is_not_heard(
         assert one.view.instances == ()
 
 
+async def test_an_instance_that_no_router_answers_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_tetri.control.agent._UNHEARD_S", 0.05)
+    caplog.set_level(logging.INFO)
+    async with joined("tcp://127.0.0.1:1"):
+        await eventually(lambda: "no router at tcp://127.0.0.1:1 has answered" in caplog.text)
+
+
 def with_a_key_of_its_own(dealer: zmq.Socket[bytes]) -> None:
     Curve(OURS).call(dealer)
     mine, my_private = zmq.curve_keypair()

@@ -50,10 +50,10 @@ def test_silence_takes_an_instance_out_of_use_and_later_out_of_the_view() -> Non
     members = joined()
     report(members, "two", SILENT_AFTER_S)
     assert states(members, SILENT_AFTER_S) == {"one": "silent", "two": "ready"}
-    members.forget_gone(GONE_AFTER_S - 0.1)
+    assert members.forget_gone(GONE_AFTER_S - 0.1) == []
     assert states(members, GONE_AFTER_S - 0.1) == {"one": "silent", "two": "silent"}
     report(members, "two", GONE_AFTER_S)
-    members.forget_gone(GONE_AFTER_S)
+    assert members.forget_gone(GONE_AFTER_S) == ["one"]
     assert states(members, GONE_AFTER_S) == {"two": "ready"}
     assert not report(members, "one", GONE_AFTER_S)  # it has to introduce itself again
 

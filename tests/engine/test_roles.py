@@ -131,6 +131,8 @@ def test_urls_and_kv_addresses_that_a_router_elsewhere_reaches(
 
     assert made("--host", "10.0.0.5") == ("http://10.0.0.5:8123", "10.0.0.5")
     assert made("--tetri-host", "10.0.0.5") == ("http://10.0.0.5:8123", "10.0.0.5")
+    near = config(parse(*REMOTE[:4], *secret, "--host", "10.0.0.5"))  # its router is here
+    assert (near.url, near.host) == ("http://10.0.0.5:8123", "10.0.0.5")
     assert made("--tetri-host", "fd00::5")[0] == "http://[fd00::5]:8123"
     url = ("--tetri-url", "http://me:8123")
     assert "cannot send KV to 127.0.0.1; give --tetri-host" in refusal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_routers_take_the_ports_that_follow_or_say_which_is_taken() -> None:
             make_plan(options(f"--shared-port={port}", "--routers=2"), CPU)
     with pytest.raises(ConfigError, match=r"65536 .* does not exist|65535 .* in use"):
         make_plan(options("--port=65535", "--routers=2"), CPU)
+
+
+def test_a_port_that_only_root_may_take_is_called_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+
+    def by_a_user(address: tuple[str, int], **more: Any) -> socket.socket:
+        if address[1] == 443:
+            raise PermissionError
+        return create(address, **more)
+
+    monkeypatch.setattr(socket, "create_server", by_a_user)
+    with pytest.raises(ConfigError, match=r"port 443 .* needs root or CAP_NET_BIND_SERVICE"):
+        make_plan(options("--port=443", "--host=127.0.0.1"), CPU)
 
 
 def test_routers_share_a_port_that_no_instance_gets() -> None:

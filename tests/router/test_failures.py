@@ -276,12 +276,16 @@ async def test_an_answer_may_be_any_bytes(status: int, role: Role) -> None:
         assert await made.table() == []
 
 
-async def test_an_instance_that_falls_silent_while_it_starts_is_asked_on() -> None:
+async def test_an_instance_that_falls_silent_while_it_starts_is_asked_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_tetri.router.liveness._LONG_S", 0.1)
     late = FakeInstance("late", Role.BOTH)
     late.is_healthy = False
     async with cluster() as made:
         adding = asyncio.create_task(made.add(late))
         await eventually(lambda: made.state("late") == "starting")
+        await eventually(lambda: f"{late.url}/health has not answered" in caplog.text)
         late.speaks.clear()
         await eventually(lambda: made.state("late") == "silent")
         seen = late.num_probes

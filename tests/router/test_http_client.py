@@ -14,7 +14,8 @@ from tests.router.servers import OK, listening, request_of, says, serving
 from vllm_tetri.router import http_client, response
 from vllm_tetri.router.errors import ConnectionLost, Unreachable
 from vllm_tetri.router.http_client import HttpClient
-from vllm_tetri.router.upstream import Upstream, is_reachable
+from vllm_tetri.router.liveness import is_reachable
+from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import Role
 
 SILENCE_S = 30.0

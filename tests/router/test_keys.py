@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.router.fakes import both, cluster
 from tests.router.raw import exchange
@@ -89,6 +90,21 @@ async def test_instances_get_the_routers_key_and_never_a_clients() -> None:
                 assert (await made.ask(path, headers=BOTH))[0] == 200
         wanted = expected["Authorization"] if isinstance(expected, dict) else expected
         assert [call[2].get("Authorization") for call in one.calls] == [wanted, wanted]
+
+
+async def test_an_instance_that_refuses_the_routers_key_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its 401 would tell clients with a good key that theirs is wrong."""
+    async with cluster(both(), keys=KEYS, authorization="") as made:
+        made["b"].handler = refuse_key
+        for path in ("/v1/completions", "/v1/embeddings"):
+            assert (await made.ask(path, headers=BOTH))[0] == 502
+    assert caplog.text.count("give the router TETRI_INSTANCE_API_KEY") >= 2
+
+
+async def refuse_key(*_: object) -> web.Response:
+    return web.json_response({"error": "Unauthorized"}, status=401)
 
 
 async def test_commands_take_the_key_from_the_environment(

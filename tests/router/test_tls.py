@@ -85,6 +85,9 @@ async def test_commands_speak_https(
         assert "certificate" in capsys.readouterr().err
         monkeypatch.setenv("SSL_CERT_FILE", str(AUTHORITY))
         assert await made.command("status") == 0
+        made.url = made.url.replace("https:", "http:")
+        assert await made.command("status") == 1
+        assert "give --url https://NAME:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,13 @@ from vllm_tetri.control.view import Snapshot, ViewStore
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.role import Leaving, Verdict
 from vllm_tetri.security import Curve, Secret, is_readable
-from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role
+from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role, is_loopback
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
 _GONE_S = 30.0  # a step that was under way when a router died may still send KV for it
 _MAX_GONE = 64  # routers in that time
+_UNHEARD_S = 10.0  # without any router, an instance says so
 _FLIPPING_S = 0.01  # between two looks at a change of role
 _MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the others
 
@@ -88,6 +89,7 @@ class Agent:
         self._load, self._seq, self._reported_s = InstanceLoad(), 0, -inf
         self._cache_seq = 0  # of the newest report of the prefix cache
         self._is_polled = self._was_ordered = False  # the latter: to drain, by a router
+        self._unheard_at_s = time.monotonic() + _UNHEARD_S
         self._leave_by_s = inf  # goes before the deadline of a router's order
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the life of _wake, _thread and counters
@@ -192,6 +194,9 @@ class Agent:
             if since_s >= (self._period_s / 2 if self._is_polled else self._late_s):
                 self._report()
                 since_s = 0.0
+            if time.monotonic() >= self._unheard_at_s:
+                self._unheard_at_s = inf
+                self._say_unheard()
             self._is_polled = False
             wait_s = self._late_s - since_s if self.roles.is_steady else _FLIPPING_S
             ready = dict(poller.poll(max(1, round(wait_s * 1000))))
@@ -215,6 +220,15 @@ class Agent:
                 is_at_rest = not self._read_unfinished(Role.BOTH)
                 self._verdict = self._leaving.decide(is_at_rest=is_at_rest, now=time.monotonic())
 
+    def _say_unheard(self) -> None:
+        hosts = [control_host(each.address) for each in self._links]
+        _log.log(
+            logging.INFO if all(map(is_loopback, hosts)) else logging.WARNING,
+            "no router at %s has answered for %.0f s; until one does, this instance serves alone. "
+            "Start one there, or open its control port to this machine.",
+            ", ".join(each.address for each in self._links) or "any address", _UNHEARD_S,
+        )  # fmt: skip
+
     def _on_event(self, link: RouterLink) -> None:
         event = parse_monitor_message(link.events.recv_multipart())["event"]
         if event == zmq.EVENT_DISCONNECTED:
@@ -222,7 +236,7 @@ class Agent:
             self._lose_router(link)
             self._abandon_gone()
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            link.is_connected = True
+            link.is_connected, self._unheard_at_s = True, inf
             self._send_hello(link)
             self._reported_s = -inf  # report at once
         else:

@@ -211,11 +211,12 @@ class Membership:
         for member in self._members.values():
             member.heard_s = min(now, member.heard_s + seconds)
 
-    def forget_gone(self, now: float) -> None:
-        """Remove instances that have been silent for a minute."""
-        for instance, member in list(self._members.items()):
-            if now - member.heard_s >= GONE_AFTER_S:
-                self._remove(instance)
+    def forget_gone(self, now: float) -> list[InstanceId]:
+        """Remove instances that have been silent for a minute, and return them."""
+        gone = [name for name, each in self._members.items() if now - each.heard_s >= GONE_AFTER_S]
+        for instance in gone:
+            self._remove(instance)
+        return gone
 
     def mark_ready(self, info: InstanceInfo) -> None:
         """Record that its HTTP server answered; ignored for a process that is no member."""

@@ -18,11 +18,12 @@ from typing import Protocol
 
 import msgspec
 import zmq
+from cachetools import TTLCache
 
 from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded, require_reachable
 from vllm_tetri.control.membership import Membership
-from vllm_tetri.control.view import row_of
+from vllm_tetri.control.view import GONE_AFTER_S, row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
@@ -36,7 +37,8 @@ from vllm_tetri.types import (
     Role,
 )
 
-_MAX_NAMED = 64  # addresses that frames were dropped from, in the log
+# Addresses that frames were dropped from, in the log: so many, each once in so long.
+_MAX_NAMED, _NAMED_S = 64, 600.0
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
 
 _log = logging.getLogger(__name__)
@@ -93,7 +95,8 @@ class Monitor:
         self._events: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when it fires
-        self._dropped_from = set[str]()  # addresses, as logged
+        # Addresses as logged, an empty one for refused connections.
+        self._dropped_from: TTLCache[str, None] = TTLCache(_MAX_NAMED, _NAMED_S)
 
     @property
     def address(self) -> str:
@@ -199,7 +202,8 @@ class Monitor:
         while self._events is not None and is_readable(self._events):
             self._events.recv_multipart()
             self._drop("a connection that does not speak ZeroMQ, or has another secret or none")
-        self.members.forget_gone(now)
+        for instance in self.members.forget_gone(now):
+            _log.warning("%s is forgotten: no report came for %.0f s", instance, GONE_AFTER_S)
         self._poll()
         self._drain()
 
@@ -282,11 +286,14 @@ class Monitor:
     def _on_hello(self, sender: bytes, info: InstanceInfo, peer: str) -> None:
         try:
             require_reachable(info.id, info.url, peer)
+            is_new = not self.members.is_known(info)
             replaced = self.members.join(sender, info, time.monotonic())
         except ProtocolError as error:
             self._drop(str(error), peer)
             self._send(sender, messages.Refused(str(error)))
             return
+        if is_new:
+            _log.info("%s (%s) joined from %s: %s", info.id, info.role.value, peer, info.url)
         if replaced is not None:
             _log.warning("%s was replaced by process %d", info.id, info.pid)
             reason = f"process {info.pid} joined as {info.id}; give every instance its own name"
@@ -332,6 +339,6 @@ class Monitor:
     def _drop(self, why: str, peer: str = "") -> None:
         self.counters.dropped += 1
         if peer not in self._dropped_from and len(self._dropped_from) < _MAX_NAMED:
-            self._dropped_from.add(peer)
+            self._dropped_from[peer] = None
             where = f" from {peer}" if peer else ""
             _log.warning("the control port dropped %s%s; its next ones are counted", why, where)

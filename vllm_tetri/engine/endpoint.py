@@ -120,7 +120,7 @@ class Endpoint(LoadReader):
             signal.signal(signal.SIGUSR1, lambda *_: self.agent.leave(config.drain_s))
             release_port(config.url)
         logger.info(
-            "%s (%s) joins its cluster via %s: KV port %s, chunk size %s, push by %s, link %s; "
+            "%s (%s) announces itself to %s: KV port %s, chunk size %s, push by %s, link %s; "
             "identity %s",
             info.id, info.role.value, ",".join(config.control), info.kv_endpoint,
             config.chunk_size, config.push, config.link, info.identity,
@@ -168,8 +168,14 @@ class Endpoint(LoadReader):
             logger.warning(
                 "receive arena: none%s. A KV block has %d bytes and does not fit, so nothing is "
                 "handed over to this instance; it serves requests alone. Give it more room "
-                "(containers: --shm-size 2g).",
+                "(containers: --shm-size 16g).",
                 limit, layout.block_bytes,
+            )  # fmt: skip
+        if 0 < tokens < (longest := self._vllm_config.model_config.max_model_len):
+            logger.warning(
+                "longer prompts than the receive arena's %d tokens are not handed over to this "
+                "instance; --max-model-len %d would need %.0f MiB",
+                tokens, longest, mib * longest / tokens,
             )  # fmt: skip
         return receiver
 

@@ -143,13 +143,14 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     bound = "127.0.0.1" if bound == "localhost" else bound
     is_anywhere = bound in ("0.0.0.0", "::")
     remote = [each for each in given.get("control", ()) if not is_loopback(control_host(each))]
-    if remote and not is_anywhere and not is_loopback(bound):
-        given.setdefault("host", bound)  # KV comes the same way
+    given["secret_file"] = secret_file_of(given.get("secret_file"))
+    # Others may be elsewhere though the router is here. KV comes the same way as requests.
+    if (remote or given["secret_file"]) and not is_anywhere and not is_loopback(bound):
+        given.setdefault("host", bound)
     is_host_given = "host" in given
     reachable = str(given.get("host", "127.0.0.1")) if is_anywhere else bound
     address = f"[{reachable}]" if ":" in reachable else reachable
     given.setdefault("url", f"http://{address}:{port}")
-    given["secret_file"] = secret_file_of(given.get("secret_file"))
     given["drain_s"] = getattr(namespace, "shutdown_timeout", 0) or DRAIN_S
     config = decode_config({**given, "role": role.value})
     if config.push in ("layer", "auto") and not is_cpu():
@@ -190,7 +191,10 @@ def _require_free_ports(config: TetriConfig, num_ranks: int) -> None:
 def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
     # On a further node of one instance there are only workers.
     if getattr(namespace, "headless", False) and (getattr(namespace, "nnodes", None) or 1) == 1:
-        raise UnsupportedError(f"--role {role} needs its API server; leave --headless out")
+        raise UnsupportedError(
+            f"--role {role} needs its API server; leave --headless out, and give every node "
+            "--data-parallel-hybrid-lb and --data-parallel-size-local"
+        )
     for attribute in OWNED:
         if getattr(namespace, attribute, None) is not None:
             option = "--" + attribute.replace("_", "-")

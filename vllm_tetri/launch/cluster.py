@@ -185,11 +185,10 @@ class KeptCluster:
         if port := self.options.shared_port:
             at.append(f"{first.url.rpartition(':')[0]}:{port}/v1, where any of them answers")
         lines = [f"ready in {self.display.elapsed_s:.1f} s: " + "\n  and at ".join(at)]
-        lines.append(f"  curl {first.url}/v1/chat/completions \\")
+        trusting = "-k " if first.spec.certificate else ""  # it has another name
+        lines.append(f"  curl {trusting}{first.url}/v1/chat/completions \\")
         if first.spec.key:
             lines.append(f'    -H "authorization: Bearer ${KEY_VARIABLE}" \\')
-        if first.spec.certificate is not None:
-            lines.append(f"    --cacert {first.spec.certificate} \\")
         lines += [f"    -H 'content-type: application/json' -d '{body}'"]
         self.display.show_from(logging.WARNING)
         self.display.say("\n".join([*lines, "Ctrl-C stops everything"]))
@@ -347,8 +346,8 @@ class Keeper:
         readiness = asyncio.create_task(self._until_ready())
         ready_at: float | None = None
         try:
-            timeout_s, first = self._cluster.options.start_timeout, asyncio.FIRST_COMPLETED
-            await asyncio.wait((death, readiness), timeout=timeout_s, return_when=first)
+            timeout_s = self._cluster.options.start_timeout
+            await asyncio.wait((death, readiness), timeout=timeout_s, return_when="FIRST_COMPLETED")
             if readiness.done() and not death.done():
                 ready_at = time.monotonic()
                 self._was_ready = True
@@ -356,7 +355,8 @@ class Keeper:
                 self._display.phase(self.spec.name, "ready")
             elif not death.done():
                 if not self._was_ready:
-                    raise LaunchError(self._describe(f"was not ready after {timeout_s:.0f} s"))
+                    why = f"was not ready in {timeout_s:g} s (--start-timeout)"
+                    raise LaunchError(self._describe(why))
                 child.kill()
             status = await death
         finally:

@@ -80,7 +80,7 @@ def examine() -> Iterator[Diagnosis]:
     yield from _hardware()
     taken = [str(port) for port in (_HTTP_PORT, CONTROL_PORT) if not machine.is_port_free(port)]
     fact = f"{', '.join(taken)} in use" if taken else f"{_HTTP_PORT} and {CONTROL_PORT} are free"
-    advice = "a router may already be running; else choose others with --port and --control"
+    advice = "a router may already be running; else choose others: --port, `router --control`"
     yield Diagnosis(not taken, "ports", fact, advice)
 
 
@@ -147,7 +147,7 @@ def shared_memory() -> Diagnosis:
     bounds = segments.arena_bounds(psutil.virtual_memory().available)
     limit, most = min(bounds.items(), key=itemgetter(1))
     fact += f"; a receive arena has at most {most >> 20} MiB ({limit})"
-    advice = "prompts whose KV is larger are not handed over; containers: --shm-size 2g"
+    advice = "prompts whose KV is larger are not handed over; containers: --shm-size 16g"
     return Diagnosis(most >= segments.LEAST_BYTES, "/dev/shm", fact, advice)
 
 

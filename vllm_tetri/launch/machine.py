@@ -333,10 +333,19 @@ def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
+    return not why_taken(port, host)
+
+
+def why_taken(port: int, host: str) -> str:
+    """Say why no server could listen there now; empty if one could."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
-        return True
-    return False
+    try:
+        socket.create_server((host, port), family=family).close()
+    except PermissionError:
+        return "needs root or CAP_NET_BIND_SERVICE"
+    except OSError:
+        return "is in use"
+    return ""
 
 
 @contextlib.contextmanager

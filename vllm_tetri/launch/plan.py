@@ -21,6 +21,7 @@ from vllm_tetri.launch.machine import (
     kv_bytes_each,
     place,
     thread_variables,
+    why_taken,
 )
 from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.router import auth
@@ -221,8 +222,7 @@ def _instance_ports(options: argparse.Namespace, number: int, taken: set[int]) -
 
 def _ports(option: str, first: int, number: int, host: str) -> list[int]:
     for port in range(first, first + number):
-        if not 0 < port <= MAX_PORT or not is_port_free(port, host):
-            why = "is in use" if 0 < port <= MAX_PORT else "does not exist"
+        if why := why_taken(port, host) if 0 < port <= MAX_PORT else "does not exist":
             raise ConfigError(f"port {port} of {host} {why}; choose another with {option}")
     return [*range(first, first + number)]
 

@@ -27,7 +27,7 @@ from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.scale import Change
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.errors import Refusal
-from vllm_tetri.router.upstream import repeat
+from vllm_tetri.router.liveness import repeat
 from vllm_tetri.types import (
     FLIP_DEADLINE_S,
     ClusterView,

@@ -14,10 +14,10 @@ from vllm_tetri.handover import Fetch
 from vllm_tetri.policy.mirrors import SHARE, Mirror, MirrorOrder, choose_mirrors
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed
 from vllm_tetri.router.fetching import Fetches, Fetching
+from vllm_tetri.router.liveness import repeat
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Entry, RequestTable
-from vllm_tetri.router.upstream import repeat
 from vllm_tetri.types import InstanceId, InstanceInfo
 
 _LOOK_S = 0.1  # between two looks for outputs that have grown

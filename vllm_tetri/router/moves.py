@@ -30,6 +30,7 @@ from vllm_tetri.policy.moves import (
 )
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import ABORTED, HttpError, InstanceAtLimit, InstanceFailed, Refusal
+from vllm_tetri.router.liveness import repeat
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.response import HttpResponse, close_result
@@ -37,7 +38,6 @@ from vllm_tetri.router.resume import ContinuationFailed, ContinuationMismatch, N
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.stream import Output
 from vllm_tetri.router.table import Entry, Movable, RequestTable
-from vllm_tetri.router.upstream import repeat
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, RequestId, TransferId
 
 _PATIENCE_S = 10.0  # after the order; then a move is given up

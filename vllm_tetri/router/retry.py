@@ -16,11 +16,12 @@ from vllm_tetri.policy.route import Route
 from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import InstanceFailed, Refusal
 from vllm_tetri.router.fetching import Fetches
+from vllm_tetri.router.liveness import Liveness
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Entry
-from vllm_tetri.router.upstream import Liveness, Upstream
+from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo
 
 # Retries after failures, mid-stream ones included. Instances at their limits do not count, nor does

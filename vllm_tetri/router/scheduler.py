@@ -24,6 +24,7 @@ from vllm_tetri.router.errors import NoCapacity, Refusal, is_failure
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.history import MOST, Ended, History
+from vllm_tetri.router.liveness import Liveness
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.mirrors import Mirrors
 from vllm_tetri.router.moves import Moves
@@ -33,7 +34,7 @@ from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.retry import POISON, PoisonFilter
 from vllm_tetri.router.table import Entry, RequestTable, Shares, Trace
 from vllm_tetri.router.tracing import Tracing
-from vllm_tetri.router.upstream import Liveness, Upstream
+from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.security import Secret
 from vllm_tetri.types import Flip, InstanceId, InstanceInfo, InstanceState, Mode, RequestId
 
