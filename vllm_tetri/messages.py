@@ -29,7 +29,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 13
+VERSION = 14
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 62  # counters of bytes pass 2^53 in weeks
 _MOST_WORDS = 4096  # characters of a reason

@@ -237,6 +237,7 @@ class InstanceLoad:
     waiting: Annotated[int, _gauge("Requests in the waiting queue.", "requests")] = 0
     held: Annotated[int, _gauge("Slots of the receive arena in use.", "slots")] = 0
     queued_prefill_tokens: Annotated[int, _gauge("Prompt tokens not computed yet.", "tokens")] = 0
+    queued_context: float = 0.0  # `policy.step_cost.context_sum` of these
     blocks_used: Annotated[int, _gauge("KV blocks in use, without cached ones.", "blocks")] = 0
     blocks_total: Annotated[int, _gauge("KV blocks of the instance.", "blocks")] = 0
     arena_used_bytes: Annotated[int, _gauge("Bytes used in the receive arena.", "bytes")] = 0

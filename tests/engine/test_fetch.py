@@ -25,6 +25,7 @@ from vllm_tetri.handover import (
 )
 from vllm_tetri.messages import CancelTransfer, TransferLost
 from vllm_tetri.policy.residency import Chain
+from vllm_tetri.policy.step_cost import context_sum
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import RequestId, Role, TransferId
 
@@ -240,6 +241,7 @@ def test_a_prompt_that_fetches_holds_up_no_other(trio: Trio) -> None:
     assert not trio.fetcher.computed["a"]
     assert "a" not in trio.fetcher.scheduler.waiting.lane
     assert trio.load.queued_prefill_tokens == len(NEXT) - PREFIX
+    assert trio.load.queued_context == context_sum(len(NEXT) - PREFIX, len(NEXT))
     trio.fetcher.abort("a")
     trio.end()
 

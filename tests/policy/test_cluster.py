@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.policy.builders import COST, Known, instance, known, serving, view
 from vllm_tetri.policy.adaptive import decode_harm_s, hand_over_s, prefill_harm_s, tpot_s, ttft_s
 from vllm_tetri.policy.cluster import InstanceRow, Need
-from vllm_tetri.policy.step_cost import GUESS
+from vllm_tetri.policy.step_cost import GUESS, context_sum
 from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
 
 NOW = 100.0
@@ -64,11 +64,9 @@ def test_room_is_what_is_neither_used_nor_reserved() -> None:
 def test_a_first_token_waits_for_the_queue_and_is_computed_in_chunks() -> None:
     alone_s = 600 * (COST.prompt_s + 300 * COST.context_s)
     assert ttft_s(site(), 600) == pytest.approx(alone_s + 2 * COST.base_s)
-    queued = site(queued_tokens=1000)
-    queue_s = 1000 * (COST.prompt_s + 500 * COST.context_s)  # as it seems one prompt
-    assert ttft_s(queued, 600) == pytest.approx(queue_s + alone_s + 4 * COST.base_s)
-    queue_s = 1000 * (COST.prompt_s + 50 * COST.context_s)  # one runs, nine wait
-    queued = site(queued_tokens=1000, waiting=9)
+    # What else waits there, such as decodes for their KV, tells nothing of prompts.
+    queued = site(queued_tokens=1000, queued_context=context_sum(1000, 3000), waiting=9)
+    queue_s = 1000 * (COST.prompt_s + 2500 * COST.context_s)
     assert ttft_s(queued, 600) == pytest.approx(queue_s + alone_s + 4 * COST.base_s)
 
 

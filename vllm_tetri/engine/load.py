@@ -34,6 +34,7 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.transfers import Sending
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.role import DRAINS, Work
+from vllm_tetri.policy.step_cost import context_sum
 from vllm_tetri.transport.native import Receiver
 from vllm_tetri.types import InstanceLoad, Role
 
@@ -115,12 +116,14 @@ class LoadReader:
         left_tokens = sum(tokens for tokens, _ in outlooks)
         left_tokens -= sum(each.num_output_tokens for each in decodes)
         fit = scheduler.clock.fit
+        queued_tokens, queued_context = self._queued(requests)
         reserved_blocks = scheduler.gate.admission.reserved_blocks * len(scheduler.blocks.growing)
         return InstanceLoad(
             running=len(running),
             waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
             held=arena.slots,
-            queued_prefill_tokens=self._queued_tokens(requests),
+            queued_prefill_tokens=queued_tokens,
+            queued_context=queued_context,
             blocks_used=self._used_blocks(),
             blocks_total=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             arena_used_bytes=arena.arena_used_bytes,
@@ -170,14 +173,16 @@ class LoadReader:
                 total += times.user + times.system
         return total
 
-    def _queued_tokens(self, requests: list[Request]) -> int:
+    def _queued(self, requests: list[Request]) -> tuple[int, float]:
         lane, arriving = self.scheduler.waiting.lane, self.receives.arriving_tokens
-        tokens = lane.unfinished_tokens
+        tokens, context = lane.unfinished_tokens, lane.unfinished_context
         for each in requests:
             if each.request_id not in lane:
                 known_tokens = max(each.num_computed_tokens, arriving(each.request_id))
-                tokens += max(0, each.num_prompt_tokens - known_tokens)
-        return int(tokens)
+                missing_tokens = max(0, each.num_prompt_tokens - known_tokens)
+                tokens += missing_tokens
+                context += context_sum(missing_tokens, each.num_prompt_tokens)
+        return tokens, context
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -12,6 +12,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
+from vllm_tetri.policy.step_cost import context_sum
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
@@ -36,6 +37,12 @@ class Need(NamedTuple):
     heavy_part: float = 1.0  # the probability of a heavy output (paper section 5.1.1)
 
     @property
+    def work(self) -> tuple[int, float]:
+        """The prompt tokens to compute, and their `context_sum`."""
+        new_tokens = self.prompt_tokens - self.cached_tokens
+        return new_tokens, context_sum(new_tokens, self.prompt_tokens)
+
+    @property
     def total_tokens(self) -> float:
         """Prompt and reserved output."""
         reserved = self.output_tokens if self.reserved_tokens is None else self.reserved_tokens
@@ -48,7 +55,7 @@ class InstanceRow:
     __slots__ = (
         "alone", "arena_tokens", "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost",
         "decodes", "device", "free_bytes", "free_tokens", "heavy", "id", "key", "kv_endpoint",
-        "left_tokens", "light", "num_queued", "num_requests", "others", "prompt_share",
+        "left_tokens", "light", "num_requests", "others", "prompt_share", "queued_context",
         "queued_tokens", "remaining_tokens", "reported_s", "request_s", "role", "step_s", "view",
     )  # fmt: skip
 
@@ -69,8 +76,7 @@ class InstanceRow:
         self.reported_s = now - view.age_s
         self.chunk_tokens = load.next_chunk_tokens or load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
         self.queued_tokens = load.queued_prefill_tokens
-        # Prompts: those that wait, and one that is computed in part.
-        self.num_queued = load.waiting + int(load.queued_prefill_tokens > 0)
+        self.queued_context = load.queued_context
         self.heavy, self.light = load.heavy, load.light
         self.decodes = round(load.heavy + load.light)  # requests that decode there, or will
         self.num_requests = load.running + load.waiting  # as reported
@@ -103,10 +109,10 @@ class InstanceRow:
             steps += 0.5  # what is left of the one that runs
         return (work_s + steps * self.step_s) * (1 + self.busy_others)
 
-    def computed_s(self, now: float, more_tokens: float = 0.0) -> float:
+    def computed_s(self, now: float, new_tokens: float = 0.0, context: float = 0.0) -> float:
         """Return when its queue, and so many more tokens, should be computed."""
-        work_s = self.queued_s() + more_tokens * self.token_s(more_tokens)
-        return now + _ARRIVES_S + self.computing_s(self.queued_tokens + more_tokens, work_s)
+        work_s = self.queued_s() + new_tokens * self.cost.prompt_s + context * self.cost.context_s
+        return now + _ARRIVES_S + self.computing_s(self.queued_tokens + new_tokens, work_s)
 
     def token_s(self, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
         """Return the time per token of a prompt that is not cached, decodes and the step's base
@@ -115,10 +121,9 @@ class InstanceRow:
         return cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s
 
     def queued_s(self) -> float:
-        """Return how long its queue takes, decodes and the step's base aside, if all prompts in it
-        are equally long."""
-        each_tokens = self.queued_tokens / (self.num_queued if self.num_queued > 1 else 1)
-        return self.queued_tokens * self.token_s(each_tokens)
+        """Return how long its queue takes, decodes and the step's base aside."""
+        cost = self.cost
+        return self.queued_tokens * cost.prompt_s + self.queued_context * cost.context_s
 
     def copy(self) -> InstanceRow:
         """Return a row that can be changed."""
@@ -126,7 +131,7 @@ class InstanceRow:
         row = InstanceRow(self.view, self.cost, self.key, self.prompt_share, at_s)
         row.role, row.others, row.busy_others = self.role, self.others, self.busy_others
         row.heavy, row.light, row.decodes = self.heavy, self.light, self.decodes
-        row.queued_tokens, row.num_queued = self.queued_tokens, self.num_queued
+        row.queued_tokens, row.queued_context = self.queued_tokens, self.queued_context
         row.step_s = self.step_s
         row.remaining_tokens, row.left_tokens = self.remaining_tokens, self.left_tokens
         row.free_tokens, row.free_bytes = self.free_tokens, self.free_bytes

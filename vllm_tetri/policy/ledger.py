@@ -45,8 +45,8 @@ class ClusterState:
         self._grace_s = grace_s
         self._sent: deque[Sent] = deque(maxlen=_MAX_ENTRIES)
         self._changed: dict[InstanceId, InstanceRow] = {}  # rows with something sent on top
-        # A heap: when prompts should be computed, where they are, their tokens and number.
-        self._computed: list[tuple[float, InstanceId, int, int]] = []
+        # A heap: when prompts should be computed, where they are, their tokens and context.
+        self._computed: list[tuple[float, InstanceId, int, float]] = []
         self._listed = self.table  # whose queues are in it
 
     def observe(self, table: ClusterTable) -> None:
@@ -73,16 +73,16 @@ class ClusterState:
             self._listed = self.table
             busy = (row for row in self.table.by_id.values() if row.queued_tokens > 0)
             computed += [
-                (row.computed_s(row.reported_s), row.id, row.queued_tokens, row.num_queued)
+                (row.computed_s(row.reported_s), row.id, row.queued_tokens, row.queued_context)
                 for row in busy
             ]
             heapify(computed)
         while computed and computed[0][0] <= now:
-            computed_s, name, tokens, num_prompts = heappop(computed)
+            computed_s, name, tokens, context = heappop(computed)
             if self._is_computed(name, computed_s, now):
                 row = self.own(name, is_read=True)
                 row.queued_tokens = max(0, row.queued_tokens - tokens)
-                row.num_queued -= num_prompts
+                row.queued_context = max(0.0, row.queued_context - context)
                 self._recount(row, is_read=True)
 
     def _is_computed(self, name: InstanceId, computed_s: float, now: float) -> bool:
@@ -108,8 +108,7 @@ class ClusterState:
         """Record a request: which instance computes its prompt, if that is to be done, and which
         one writes its output, if that is known, and knows of it `decode_after_s` from now."""
         row = self.table.by_id.get(prefill) if prefill else None
-        new_tokens = need.prompt_tokens - need.cached_tokens
-        computed_s = self.row(row).computed_s(now, new_tokens) if row is not None else now
+        computed_s = self.row(row).computed_s(now, *need.work) if row is not None else now
         self._count(Sent(now, prefill, decode, need, now + decode_after_s, computed_s))
 
     def _count(self, sent: Sent, *, is_read: bool = True) -> None:
@@ -120,10 +119,10 @@ class ClusterState:
                 continue
             row = self.own(name, is_read=is_read)
             if name == sent.prefill:
-                new_tokens = sent.need.prompt_tokens - sent.need.cached_tokens
+                new_tokens, context = sent.need.work
                 row.queued_tokens += new_tokens
-                row.num_queued += 1
-                heappush(self._computed, (sent.computed_s, name, new_tokens, 1))
+                row.queued_context += context
+                heappush(self._computed, (sent.computed_s, name, new_tokens, context))
             if name == sent.decode:
                 row.add_decode(sent.need)
             self._recount(row, is_read=is_read)

@@ -37,6 +37,7 @@ class Prompt:
     id: str  # that of its request
     arrival: int  # grows by one with every prompt
     remaining_tokens: int  # to be computed; prefix-cache hits do not count
+    num_tokens: int  # all of it
     priority: int  # the smaller goes first within a batch, as in vLLM
     fcfs_tokens: int  # tokens until it would be done under first come first served
     computed_before_tokens: int  # what the instance had computed when it came

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from vllm_tetri.policy.lengths import RequestView
 from vllm_tetri.policy.order import SRTF_BOUND, Order, Prompt
+from vllm_tetri.policy.step_cost import context_sum
 
 R = TypeVar("R", bound=RequestView)
 _key = attrgetter("key")
@@ -21,7 +22,8 @@ _key = attrgetter("key")
 
 class PromptQueue(Generic[R]):
     """Prompts that are not computed to their end; `sched_batch` of them are ordered together.
-    `remaining_tokens` counts what is to be computed: the prefix cache does not hold it.
+    `remaining_tokens` counts what is to be computed: the prefix cache does not hold it. `waiting`
+    has those without a chunk so far; `unfinished_context` is the `context_sum` of what is left.
 
     Its length and items are those that wait. Owner: the engine thread; calls come in the order
     of events. `free_blocks` is what prompts started in this step may need of KV until they are
@@ -34,7 +36,7 @@ class PromptQueue(Generic[R]):
         self.order = order
         self.sched_batch = sched_batch
         self.free_blocks: int | None = None
-        self.unfinished_tokens = 0
+        self.unfinished_tokens, self.unfinished_context = 0, 0.0
         self._block_size = block_size
         self._remaining_tokens = remaining_tokens
         self.waiting: dict[str, R] = {}
@@ -65,11 +67,12 @@ class PromptQueue(Generic[R]):
         self.discard(name)  # of an aborted request that the last step still knew
         remaining_tokens, self._arrivals = self._remaining_tokens(request), self._arrivals + 1
         self._raw[name] = Prompt(
-            name, self._arrivals, remaining_tokens, request.priority,
+            name, self._arrivals, remaining_tokens, request.num_tokens, request.priority,
             fcfs_tokens=self.unfinished_tokens + request.num_tokens,
             computed_before_tokens=self._computed_tokens,
         )  # fmt: skip
         self.unfinished_tokens += remaining_tokens
+        self.unfinished_context += context_sum(remaining_tokens, request.num_tokens)
         self.waiting[name] = request
 
     def discard(self, request_id: str) -> bool:
@@ -80,6 +83,7 @@ class PromptQueue(Generic[R]):
             self._scheduled.remove(entry)
         if entry is not None:
             self.unfinished_tokens -= entry.remaining_tokens
+            self.unfinished_context -= context_sum(entry.remaining_tokens, entry.num_tokens)
         return self.waiting.pop(request_id, None) is not None
 
     def order_waiting(self, *, is_chunk_open: bool = False) -> None:
@@ -161,6 +165,9 @@ class PromptQueue(Generic[R]):
 
     def _set_remaining(self, entry: Prompt, remaining_tokens: int) -> None:
         self.unfinished_tokens += remaining_tokens - entry.remaining_tokens
+        self.unfinished_context += context_sum(remaining_tokens, entry.num_tokens) - context_sum(
+            entry.remaining_tokens, entry.num_tokens
+        )
         entry.remaining_tokens = remaining_tokens
         entry.key = self.order.key(entry)
 

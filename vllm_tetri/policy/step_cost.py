@@ -34,6 +34,12 @@ _EARLY = frozenset((1, 2, 4, 8, 16))  # steps after which the fit is renewed at 
 _ERROR_GAIN = 1 / 32
 
 
+def context_sum(new_tokens: float, num_tokens: float) -> float:
+    """Return how many tokens there are before each of the last `new_tokens` of a prompt, all of
+    these numbers together."""
+    return new_tokens * (num_tokens - new_tokens / 2)
+
+
 class StepFit:
     """Learns what steps cost, and counts the prompt and output tokens that they computed. Owner:
     the engine thread; any thread may read. `cost` is all 0 before the first step."""

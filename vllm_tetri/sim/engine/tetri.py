@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
 from vllm_tetri.policy.lengths import Lengths, OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
+from vllm_tetri.policy.step_cost import context_sum
 from vllm_tetri.sim.config import InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
@@ -129,7 +131,8 @@ class TetriInstance(Instance):
 
     def check_end(self) -> None:
         super().check_end()
-        left = self.arena_tokens, self.queue.unfinished_tokens
+        queue = self.queue
+        left = self.arena_tokens, queue.unfinished_tokens, queue.unfinished_context
         assert not any(left), f"{self.config.id} keeps KV or prompts: {left}"
 
     def let_go(self, request: SimRequest, target: InstanceId, now: float) -> None:
@@ -339,12 +342,18 @@ class TetriInstance(Instance):
         outlooks = [self.lengths.outlook(each.spec.predicted, produced) for each, produced in rows]
         heavy = sum(part for _, part in outlooks)
         under_way = dict(self._shares)
-        again_tokens = sum(  # of requests whose KV was lost
-            max(0, each.num_prompt_tokens - each.num_computed_tokens - under_way.get(each, 0))
+        again = [  # of requests whose KV was lost
+            (
+                max(0, each.num_prompt_tokens - each.num_computed_tokens - under_way.get(each, 0)),
+                each.num_prompt_tokens,
+            )
             for each in (*self.held, *self.started)
             if each.missing_tokens and each.num_output_tokens
-        )
-        again_tokens += sum(each.num_prompt_tokens - num for each, num in self.fetching.items())
+        ]
+        again += [
+            (each.num_prompt_tokens - num, each.num_prompt_tokens)
+            for each, num in self.fetching.items()
+        ]
         running = len(self.batch) + len(self.started)
         cost = linear(self.engine.cost)
         config, token_bytes = self.cluster.config, self.engine.kv_token_bytes or 0
@@ -352,7 +361,8 @@ class TetriInstance(Instance):
         return InstanceLoad(
             running=running,
             waiting=len(self.held) + len(self.coming) + len(self.queue) + len(self.fetching),
-            queued_prefill_tokens=self.queue.unfinished_tokens + again_tokens,
+            queued_prefill_tokens=self.queue.unfinished_tokens + sum(new for new, _ in again),
+            queued_context=self.queue.unfinished_context + sum(starmap(context_sum, again)),
             blocks_used=self.engine.kv_blocks - self.free_blocks,
             blocks_total=self.engine.kv_blocks,
             arena_used_bytes=self.arena_tokens,
