@@ -143,6 +143,12 @@ class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
 Handover = PrefillParams | Prefilled | DecodeParams | Fetch
 
 
+class _Carried(msgspec.Struct):
+    """What carries them: msgspec remembers how to read a Struct, not a union."""
+
+    tetri: Handover | msgspec.UnsetType = msgspec.UNSET
+
+
 def to_params(params: Handover) -> dict[str, Any]:
     """The value of ``kv_transfer_params`` that carries these parameters."""
     return {KEY: msgspec.to_builtins(params)}
@@ -155,13 +161,11 @@ def from_params(params: dict[str, Any] | None) -> Handover | None:
         return None
     if not isinstance(params, dict):
         raise ProtocolError(f"{FIELD} must be an object, not {type(params).__name__}")
-    if KEY not in params:
-        return None
     try:
-        found: Handover = msgspec.convert(params[KEY], Handover)
+        found = msgspec.convert(params, _Carried).tetri
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"{FIELD}.{KEY}: {error}") from error
-    return found
+        raise ProtocolError(f"{FIELD}: {error}") from error
+    return None if found is msgspec.UNSET else found
 
 
 def digest_of(

@@ -26,6 +26,7 @@ from tests.router.fakes import (
     let_go,
     pair,
 )
+from tests.router.raw import post, read_answer
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.router import live
 from vllm_tetri.router.auth import Limits
@@ -208,6 +209,21 @@ async def test_an_open_page_does_not_hold_up_the_end_of_the_router() -> None:
     assert time.monotonic() - ended_s < 10
     rest = await reader.read()
     assert rest.endswith(b"0\r\n\r\n")  # it ends as it should
+    writer.close()
+
+
+async def test_a_request_that_has_just_come_is_served_though_the_router_ends() -> None:
+    """While it waits for a body, it closes connections that are idle."""
+    async with door() as (_, listener, _):
+        listener.stop_s = 60.0
+        reader, writer = await asyncio.open_connection(*listener.address)
+        sending = (await asyncio.open_connection(*listener.address))[1]
+        sending.write(post(b'{"model": ')[:-1])
+        await eventually(lambda: any(each.is_receiving for each in listener.connections))
+        (idle,) = (each for each in listener.connections if each.is_idle)
+        idle.data_received(b"GET /livez HTTP/1.1\r\nHost: r\r\n\r\n")
+        asyncio.get_running_loop().call_later(1.0, sending.close)
+    assert (await read_answer(reader)).status == 200
     writer.close()
 
 

@@ -181,6 +181,23 @@ async def test_a_whole_response_comes_from_where_the_output_went() -> None:
         assert answer["choices"][0]["text"] == "".join(expected(headers, COMPLETION).texts)
 
 
+async def test_a_whole_response_stays_if_the_other_instance_refuses_its_request() -> None:
+    """Options of its server are no part of what makes two instances alike."""
+    async with stage() as both:
+        both.b.handler = refuses
+        asking = asyncio.create_task(both.made.ask(**body_of(COMPLETION)))
+        transfer = await both.moving(0)
+        await eventually(lambda: both.a.cancelled == [transfer])
+        both.goes_on.set()
+        status, _, headers = await asking
+        assert (status, headers["x-tetri-decode"]) == (200, "a")
+        assert await both.count("failed") == 1
+
+
+async def refuses(*_: object) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no"}}, status=400)
+
+
 async def test_the_output_stays_if_the_other_instance_writes_something_else() -> None:
     async with stage(texts=("Ab", " other", "", "é", "", "", "", "")) as both:
         asking = asyncio.create_task(stream_of(both.made, CHAT))

@@ -181,6 +181,7 @@ def _left(value: str, other: str) -> str:
 class Phase(StrEnum):
     """Where a request is, as the router sees it."""
 
+    __hash__ = str.__hash__  # that of an Enum is Python
     ARRIVED = "arrived"
     PREFILLING = "prefilling"
     HANDING_OVER = "handing_over"  # the prompt is computed, decode has not responded yet
@@ -194,6 +195,7 @@ class Phase(StrEnum):
 class Event(StrEnum):
     """What can happen to a request."""
 
+    __hash__ = str.__hash__
     PREFILL_SENT = "prefill_sent"
     PREFILLED = "prefilled"
     WHOLE_SENT = "whole_sent"  # to one instance, at first or as the way out

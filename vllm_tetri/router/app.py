@@ -33,7 +33,8 @@ from vllm_tetri.router.request import (
     parse_request,
 )
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import CLIENT, CORS, BodyReader, permit_origin
+from vllm_tetri.router.server import CLIENT, DIRECT, BodyReader
+from vllm_tetri.router.streamed import CORS, permit_origin
 from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Mode, RequestId, Role
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
@@ -134,7 +135,7 @@ def build_app(
     routes = _Routes(scheduler, bodies, merged)
     guard = _guard(keys, bodies, merged, preflight=routes.serve(_NO_BODY))
     app = web.Application(middlewares=[guard])
-    app.on_response_prepare.append(_add_cors)
+    app.on_response_prepare.append(permit_origin)
     app.on_shutdown.append(live.close)
     app.add_routes([
         web.get("/", page),
@@ -163,6 +164,7 @@ def build_app(
         web.post("/tetri/v1/regret", routes.record_regret),
         web.get("/tetri/v1/events", live.serve, allow_head=False),
     ])  # fmt: skip
+    app[DIRECT] = partial(guard, handler=routes.serve(None)) if relays else None
     understood = [("POST", path, None) for path in (CHAT, COMPLETIONS)]
     for method, path, rules in [*understood, *PROXIED] if relays else ():
         more = {"allow_head": False} if method == "GET" else {}
@@ -351,10 +353,6 @@ class _Routes:
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))
-
-
-async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
-    permit_origin(request, response)
 
 
 def _guard(keys: Keys, bodies: BodyReader, merged: Merged, preflight: Handler) -> Middleware:

@@ -152,8 +152,9 @@ def is_at_limit(status: int, body: bytes) -> bool:
 def is_at_limit_event(chunk: bytes) -> bool:
     """Whether a stream of status 200 begins with the event that the queue is at its limit:
     vLLM checks it again after the stream of a request has begun."""
-    first = chunk.partition(b"\n")[0].removeprefix(b"data: ")
-    return chunk.startswith(ERROR_EVENT) and is_at_limit(_AT_LIMIT_STATUS, first)
+    if not chunk.startswith(ERROR_EVENT):
+        return False
+    return is_at_limit(_AT_LIMIT_STATUS, chunk.partition(b"\n")[0].removeprefix(b"data: "))
 
 
 def internal_error_in(status: int, body: bytes) -> str:

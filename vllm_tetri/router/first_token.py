@@ -23,6 +23,7 @@ _BROKEN_CHARACTER = "\ufffd"
 # Parts of a chat message that are not text.
 _OTHER_PARTS = ("reasoning", "tool_calls", "function_call", "refusal", "audio")
 
+_PROMPT, _NO_PROMPT = b'"prompt_token_ids":[', b'"prompt_token_ids":null'
 _log = logging.getLogger(__name__)
 
 
@@ -134,7 +135,9 @@ def read_first_token(body: bytes, transfer: TransferId, *, is_chat: bool) -> Fir
     try:
         response: Any = msgspec.json.decode(body)
         params = from_params(response[FIELD])
-        if not isinstance(params, Prefilled) or params.transfer not in attempt_names(transfer):
+        if not isinstance(params, Prefilled):
+            return None
+        if params.transfer != transfer and params.transfer not in attempt_names(transfer):
             return None
         choice = (response.get("choices") or [{}])[0]
         return FirstToken(response, choice, params, is_chat) if isinstance(choice, dict) else None
@@ -143,6 +146,12 @@ def read_first_token(body: bytes, transfer: TransferId, *, is_chat: bool) -> Fir
             "prefill response cannot be read, so the request is prefilled again: %r", error
         )
         return None
+
+
+def without_prompt(raw: bytes) -> bytes:
+    """Return an event without the token ids of the prompt: the first one of a stream has them."""
+    at = raw.find(_PROMPT)
+    return raw if at < 0 else raw[:at] + _NO_PROMPT + raw[raw.index(b"]", at) + 1 :]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -29,7 +29,7 @@ from vllm_tetri.policy.moves import (
     why_leave,
 )
 from vllm_tetri.policy.route import Phase
-from vllm_tetri.router.errors import ABORTED, HttpError, InstanceAtLimit, InstanceFailed, Refusal
+from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
 from vllm_tetri.router.liveness import repeat
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
@@ -179,8 +179,8 @@ class Mover:
                 await self._until_proved(move.target, await sending, message)
             else:
                 await asyncio.wait((move.goes_on, sending), return_when=asyncio.FIRST_COMPLETED)
-                if sending.done() and ABORTED in await sending.result().peek():
-                    raise InstanceFailed(move.target.id, "its engine aborted the request")
+                if sending.done() and not await sending.result().is_good():
+                    raise InstanceFailed(move.target.id, "it refused or aborted the request")
             is_over = True
             self._take_over(move, sending)
         except (

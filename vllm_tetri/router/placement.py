@@ -85,7 +85,8 @@ class Placer:
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
         self._fresh_until_s = -inf
-        self._seen_mode: Mode | None = None  # in which the cluster was looked at last
+        # The mode and the reports of the last look.
+        self._seen: tuple[Mode | None, list[tuple[InstanceInfo, InstanceState, int]]] = None, []
         self.backlogs = Backlogs(max_queue_delay_s)
         self._limit_log = LimitLog()
         self._routes: dict[str, RouteCandidates] = {}
@@ -358,25 +359,29 @@ class Placer:
 
     def renew(self) -> None:
         """Look at the cluster again for the next decision: what instances may get has changed."""
-        self._fresh_until_s = -inf
+        self._fresh_until_s, self._seen = -inf, (None, [])
 
     def table(self, now: float, model: str = "") -> ClusterTable:
         """Return the cluster as it is now, or was a moment ago; now if no instance serves `model`,
         of which the first one may have just joined."""
         is_missing = bool(model) and model not in self._state.table.by_model
-        if is_missing or now >= self._fresh_until_s or self._seen_mode is not self.mode:
+        if is_missing or now >= self._fresh_until_s or self._seen[0] is not self.mode:
             self._look(now)
         self._state.advance(now)
         return self._state.table
 
     def _look(self, now: float) -> None:
-        view, self._seen_mode, spared = self._view(), self.mode, self._state.table.spared
+        view, spared = self._view(), self._state.table.spared
+        seen = self.mode, [(each.info, each.state, each.seq) for each in view.instances]
+        self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(view.instances))
+        self._routes.clear()
+        self._candidates.clear()
+        if seen == self._seen:
+            return  # what was sent since counts on top of it already
+        self._seen = seen
         table = self._tables.make(view, now, spares=self.mode is not Mode.WHOLE)
         self._state.observe(table)
         self.backlogs.observe(table, now)
-        self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
-        self._routes.clear()
-        self._candidates.clear()
         self._models = {}
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)

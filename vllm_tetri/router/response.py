@@ -138,6 +138,8 @@ class HttpResponse:
 
     async def pour_rest(self, take: Callable[[bytes], bool], within_s: float) -> None:
         """`pour` what is left, if it comes in time; mostly there is nothing left."""
+        if self._connection is None and not self._unread:
+            return
         with suppress(HttpError, TimeoutError):
             async with asyncio.timeout(within_s) if self._connection else nullcontext():
                 await self.pour(take)
@@ -165,6 +167,11 @@ class HttpResponse:
         is_more = len(self._unread) > self._num_peeked or await self._wait()
         self._num_peeked = len(self._unread)
         return bytes(self._unread) if is_more else b""
+
+    async def is_good(self) -> bool:
+        """Whether its status is 200, and what comes first does not say that its engine aborted the
+        request."""
+        return self.status == 200 and ABORTED not in await self.peek()
 
     async def read(self) -> bytes:
         """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are

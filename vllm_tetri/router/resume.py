@@ -15,7 +15,7 @@ import msgspec
 from vllm_tetri.handover import DecodeParams, PriorOutput
 from vllm_tetri.router._core import hide_ids
 from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event, usage_of
-from vllm_tetri.router.first_token import FirstToken
+from vllm_tetri.router.first_token import FirstToken, without_prompt
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.response import FlowRules
 from vllm_tetri.types import InstanceInfo, TransferId
@@ -277,13 +277,13 @@ class StreamRecord:
     def _skip_received(self, data: bytes) -> bytes:
         """Remove received output from whole events; an event that was received in part is
         encoded again, all others keep their bytes."""
-        *events, rest = data.split(_END)
-        written = b""
-        for index, raw in enumerate(events):
-            written += self._take(raw)
+        written, at = b"", 0
+        while (end := data.find(_END, at)) >= 0:
+            written += self._take(data[at:end])
+            at = end + len(_END)
             if written and not any(each.is_any or each.token_ids for each in self._due.values()):
                 self.is_caught_up = True
-                return written + _END.join([*events[index + 1 :], rest])
+                return written + data[at:]
         return written
 
     def _take(self, raw: bytes) -> bytes:
@@ -295,7 +295,7 @@ class StreamRecord:
             self.is_aborted = True
             raise ContinuationFailed("its engine aborted the request")
         try:
-            chunk: Any = msgspec.json.decode(raw.removeprefix(_DATA))
+            chunk: Any = msgspec.json.decode(without_prompt(raw.removeprefix(_DATA)))
             if "error" in chunk:
                 raise ContinuationFailed(raw.removeprefix(_DATA).decode(errors="replace"))
             self._theirs = _CREATED % chunk["created"]
@@ -343,8 +343,6 @@ class StreamRecord:
             if ids[:num_due] != due.token_ids[: len(ids)]:
                 raise ContinuationMismatch(f"tokens {ids[:num_due]} are not {due.token_ids}")
             choice["token_ids"], due.token_ids = ids[num_due:], due.token_ids[len(ids) :]
-        if "prompt_token_ids" in choice:
-            choice["prompt_token_ids"] = None  # only the first event of a stream has them
         return bool(holder.get(key) or holder.get("reasoning") or holder.get("tool_calls"))
 
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.typedefs import Handler
 
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
-from vllm_tetri.router.http_client import descriptor_of
-from vllm_tetri.router.request import date_at, head_of, response_of
+from vllm_tetri.router.request import CHAT, COMPLETIONS, response_of
 from vllm_tetri.router.shared_port import SharedPort
 
 _CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
@@ -33,9 +33,10 @@ _LOOK_AGAIN_S = 0.05
 _BACKLOG = 1024
 _TOO_MANY_HEADERS = "Too many headers received"  # aiohttp's words
 
-# What a request knows: the name of its client, headers, and how much of its body is held.
+# What a request knows: the name of its client, and how much of its body is held.
 CLIENT = web.RequestKey("client", str)
-CORS = web.RequestKey("cors", dict[str, str])  # headers for pages of other origins
+# Of an application: what serves its most frequent routes, without a look at all of them.
+DIRECT: web.AppKey[Handler | None] = web.AppKey("direct")
 _HELD_BYTES = web.RequestKey("held_bytes", int)
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,11 @@ class Connection(web.RequestHandler):
     def set_serving(self, body: StreamReader | None) -> None:
         """Record that the head of a request is complete; None: that it has its response."""
         self.body, self._head_since_s = body, None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has come that has no response."""
+        return self.body is None and self._waiter is not None and not self._waiter.done()
 
     @property
     def is_receiving(self) -> bool:
@@ -239,76 +245,6 @@ class Connection(web.RequestHandler):
         _log.debug(*args, **kw)
 
 
-def permit_origin(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers for pages of other origins; proxied responses have them."""
-    for name, value in request.get(CORS, {}).items():
-        response.headers.setdefault(name, value)
-
-
-class StreamedResponse(web.StreamResponse):
-    """A response written piece by piece to the transport itself, without waiting: aiohttp's writer
-    takes a task and a system call more. The head goes out with the first piece."""
-
-    def __init__(self, request: web.Request, status: int, headers: Mapping[str, str]) -> None:
-        super().__init__(status=status, headers=headers)
-        self._client, version = request.protocol, request.version
-        self._is_chunked, self._is_over = version >= HttpVersion11, False
-        self._keeps_alive = self._is_chunked and request.keep_alive
-        permit_origin(request, self)
-        self.headers.setdefault("Date", date_at(int(asyncio.get_running_loop().time())))
-        if self._is_chunked:
-            self.headers["Transfer-Encoding"] = "chunked"
-        if not self._keeps_alive:
-            self.headers["Connection"] = "close"
-        first = f"HTTP/{version.major}.{version.minor} {status} {self.reason}"
-        self._head = head_of(first, self.headers)
-
-    @property
-    def keep_alive(self) -> bool:
-        """Return whether the connection may be used again."""
-        return self._keeps_alive and super().keep_alive is None
-
-    def send(self, piece: bytes, *, is_last: bool = False) -> None:
-        """Write a piece of the body, unless it is over. Raises `ConnectionResetError`: the client
-        has left."""
-        transport = self._client.transport
-        if transport is None:
-            raise ConnectionResetError
-        if self._is_over:
-            return
-        if piece and self._is_chunked:
-            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
-        if is_last and self._is_chunked:
-            piece += b"0\r\n\r\n"
-        if self._head:
-            piece, self._head = self._head + piece, b""
-        transport.write(piece)
-        self._is_over = is_last
-
-    def target(self) -> int | None:
-        """Return the socket that pieces may be written to until the next `send`; None while some
-        are unwritten, where they are not chunks, and with TLS."""
-        transport = self._client.transport
-        is_able = self._is_chunked and not (self._head or self._is_over)
-        if transport is None or not is_able or transport.get_write_buffer_size():
-            return None
-        return descriptor_of(transport)
-
-    def write_unsent(self, unsent: bytes) -> None:
-        """Write what could not be written to `target`. Raises `ConnectionResetError`."""
-        if self._client.transport is None:
-            raise ConnectionResetError
-        self._client.transport.write(unsent)
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Do nothing; aiohttp calls this when the request was served."""
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """End the response. Idempotent."""
-        if not self._is_over:
-            self.send(data, is_last=True)
-
-
 @dataclass(slots=True)
 class Listener:
     """The address of its own port, and the admitted connections of all ports that are still open.
@@ -335,7 +271,7 @@ async def listening(
     try:
         server = runner.server
         assert server is not None
-        server.request_handler = partial(_serve, server.request_handler)
+        server.request_handler = partial(_serve, server.request_handler, app.get(DIRECT))
         loop = asyncio.get_running_loop()
         listen = partial(
             loop.create_server,
@@ -360,7 +296,7 @@ async def listening(
             due = {each.body for each in connections if each.is_receiving}
             while due and loop.time() < until_s:  # aiohttp drops bodies that have begun
                 for each in [*connections]:  # others end now, or after their response
-                    if each.body is None:
+                    if each.is_idle:
                         each.force_close()
                     elif not each.is_receiving:
                         each.close()
@@ -383,14 +319,21 @@ async def _watch(connections: set[Connection], limits: Limits) -> None:
 
 
 async def _serve(
-    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], request: web.BaseRequest
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    direct: Handler | None,
+    request: web.Request,
 ) -> web.StreamResponse:
     """Call the application, and give its errors the shape of OpenAI's."""
     connection = request.protocol
     assert isinstance(connection, Connection)
     connection.set_serving(request.content)
+    is_frequent = request.method == "POST" and request.raw_path in (CHAT, COMPLETIONS)
+    has_more = "Expect" in request.headers or "Origin" in request.headers
     try:
-        response = await handle(request)
+        if direct is not None and is_frequent and not has_more:
+            response = await direct(request)
+        else:
+            response = await handle(request)
     except web.HTTPException as error:  # of an Expect header, before any middleware
         response = Refusal(error.status, error.reason).response()
     finally:

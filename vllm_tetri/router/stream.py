@@ -31,7 +31,7 @@ from vllm_tetri.router.resume import (
     StreamRecord,
 )
 from vllm_tetri.router.retry import Scheduler
-from vllm_tetri.router.server import StreamedResponse
+from vllm_tetri.router.streamed import StreamedResponse
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceId, InstanceInfo
 

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from itertools import islice
 from math import inf
@@ -211,7 +211,7 @@ class RequestTable:
         self.workers: Counter[InstanceId] = Counter()
         self.leaving, self.changed = set[InstanceId](), asyncio.Event()
         self._entries: dict[RequestId, Entry] = {}
-        self._clients_at: defaultdict[InstanceId, Counter[str]] = defaultdict(Counter)
+        self._clients_at: dict[InstanceId, dict[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -255,17 +255,15 @@ class RequestTable:
         for instance, change in ((before, -1), (after, 1)):
             if not instance:
                 continue
-            clients = self._clients_at[instance]
-            self.workers[instance] += change
-            clients[entry.client] += change
-            if not clients[entry.client]:
-                del clients[entry.client]
+            clients = self._clients_at.setdefault(instance, {})
+            _count(self.workers, instance, change)
+            _count(clients, entry.client, change)
             if not clients:
-                del self.workers[instance], self._clients_at[instance]
+                del self._clients_at[instance]
 
     def clients_at(self, instance: InstanceId) -> Counter[str]:
         """Return the number of an instance's requests by client."""
-        return self._clients_at.get(instance, Counter())
+        return Counter(self._clients_at.get(instance, {}))
 
     def num_reaching(self, instance: InstanceId) -> int:
         """Return how many requests an instance has or may still get the rest of."""
@@ -307,6 +305,13 @@ class RequestTable:
             for entry in islice(self._entries.values(), most)
         ]
         return {"in_flight": len(self), "requests": requests}
+
+
+def _count(counts: dict[Any, int], key: str, change: int) -> None:
+    if (count := counts.get(key, 0) + change) == 0:
+        del counts[key]
+    else:
+        counts[key] = count
 
 
 class Shares:
