@@ -13,7 +13,9 @@ import pytest
 from tests.engine.harness import Engine, vllm_config
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.chunk_size import fit_to_chunking
-from vllm_tetri.types import Role
+from vllm_tetri.handover import DecodeParams, to_params
+from vllm_tetri.messages import TransferLost
+from vllm_tetri.types import Role, TransferId
 
 
 class Device(Engine):
@@ -33,10 +35,13 @@ class Device(Engine):
 
 
 @pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Device]:
     clock = SimpleNamespace(monotonic=lambda: device.now)
     monkeypatch.setattr("vllm_tetri.engine.scheduler.time", clock)
-    device = Device(tmp_path, Role.BOTH, num_blocks=600, chunk_size="auto")
+    more = getattr(request, "param", {})
+    device = Device(tmp_path, Role.BOTH, num_blocks=600, chunk_size="auto", **more)
     device.sizes = []
     yield device
     device.close()
@@ -67,6 +72,20 @@ def test_prompts_of_one_length_do_not_hide_what_a_token_costs(device: Device) ->
     cost = device.scheduler.clock.fit.cost
     assert cost.base_s == pytest.approx(0.005, rel=0.3)
     assert cost.prompt_s == pytest.approx(0.0006, rel=0.1)
+
+
+@pytest.mark.parametrize("device", [{"tbt_slo_s": 0.03}], indirect=True)
+def test_a_prompt_that_lost_its_kv_gets_no_more_beside_decodes(device: Device) -> None:
+    prompts(device, *range(300, 340, 7))
+    decodes = [device.add(f"d{n}", list(range(9 + n)), max_tokens=900) for n in range(8)]
+    device.run_until(lambda: all(each.num_output_tokens > 20 for each in decodes))
+    load = device.load()
+    assert load.next_chunk_tokens + 16 < load.chunk_tokens
+    device.endpoint.take(TransferLost(TransferId("t")))
+    device.sizes.clear()
+    device.add("lost", list(range(600)), params=to_params(DecodeParams(TransferId("t"), "")))
+    device.run_until(lambda: "lost" in device.outputs)
+    assert 24 < max(device.sizes) <= load.next_chunk_tokens + 8 + 16
 
 
 def test_beside_decodes_more_prompts_get_larger_chunks(device: Device) -> None:

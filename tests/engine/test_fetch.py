@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -272,8 +273,32 @@ def test_a_fetched_prefix_that_cannot_be_loaded_is_computed(trio: Trio) -> None:
     assert request.num_preemptions == 1  # else V2's runner goes on behind what was not loaded
     trio.end()
     assert trio.fetcher.outputs["a"] == [7] * 4
+    assert trio.fetcher.counted["a"].num_cached_tokens == 0
     assert (trio.load.fetched_tokens, trio.load.fetches_failed) == (0, 1)
     assert trio.load.kv_loads_failed == 0
+
+
+def test_while_a_prefix_is_loaded_other_prompts_are_computed(tmp_path: Path) -> None:
+    with made(tmp_path, **KINDS["shortest first"]) as trio:
+        gate, scatter = threading.Event(), trio.fetcher.mover.scatter
+
+        def held(*args: Any) -> None:
+            assert gate.wait(30.0)
+            scatter(*args)
+
+        trio.fetcher.mover.scatter = held  # type: ignore[method-assign]
+        fetch = trio.fetch()
+        request = trio.compute(fetch)
+        trio.ask(fetch)
+        trio.run(lambda: trio.fetcher.scheduler.kv_holding_waiting)
+        trio.fetcher.add("b", prompt(3 * CHUNK, seed=40))
+        trio.fetcher.run_until(lambda: "b" in trio.fetcher.outputs, max_steps=20)
+        assert trio.fetcher.computed["b"] >= 3 * CHUNK > trio.fetcher.computed["a"]
+        gate.set()
+        trio.run(lambda: "a" in trio.fetcher.outputs)
+        assert trio.fetcher.holds(request, len(NEXT))
+        trio.run(lambda: {"a", "b"} <= trio.fetcher.finished.keys())
+        trio.end()
 
 
 def evict(trio: Trio) -> None:

@@ -16,6 +16,7 @@ from tests.engine.pair import CHUNK, random_prompt
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import PauseState, RequestStatus
 from vllm_tetri.engine.pacing import StepBudget
+from vllm_tetri.engine.queue import AdapterSlots
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.types import Role
@@ -225,6 +226,7 @@ def test_a_paused_prompt_keeps_the_place_of_its_adapter(
 ) -> None:
     order_by(engine, "srtf")
     monkeypatch.setattr(engine.scheduler, "lora_config", SimpleNamespace(max_loras=1))
+    monkeypatch.setattr(engine.scheduler, "_adapters", AdapterSlots(1))
     for index, num_tokens in enumerate((300, 100), 1):
         request = engine.add(str(index), random_prompt(index, num_tokens), max_tokens=1)
         request.lora_request = LoRARequest(f"adapter {index}", index, "/x")

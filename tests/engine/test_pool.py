@@ -192,7 +192,6 @@ def test_nothing_is_loaded_after_a_reset(engine: Engine, how: str) -> None:
     if how == "running":
         engine.add("busy", prompt(20, seed=77), max_tokens=50)
         engine.run_until(lambda: "busy" in engine.outputs)
-        engine.finish_steps()
     if how == "failed load":
         engine.endpoint.pool.distrust({5})
     else:

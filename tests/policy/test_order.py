@@ -245,9 +245,11 @@ class Sorting(IN_PYTHON["PromptQueue"]):  # type: ignore[misc]
         if self.order.is_preemptive:
             self._scheduled.sort(key=self.order.key)
 
-    def _plan(self, chunk_tokens: int, waiting: Iterator[Prompt]) -> dict[str, int]:
+    def _plan(
+        self, chunk_tokens: int, started: list[Prompt], waiting: Iterator[Prompt]
+    ) -> dict[str, int]:
         shares = dict.fromkeys(self.started, 0)
-        for entry in sorted([*self.started.values(), *waiting], key=self.order.key):
+        for entry in sorted([*started, *waiting], key=self.order.key):
             tokens = min(entry.remaining_tokens, max(0, chunk_tokens))
             chunk_tokens -= tokens
             if entry.id in shares:

@@ -202,7 +202,7 @@ def test_a_full_ring_makes_orders_wait_and_not_the_engine(staged: Two) -> None:
 
 
 def test_a_receiver_that_takes_nothing_does_not_hold_up_others(staged: Two) -> None:
-    out, slow, other = staged.side(1, emulate=(1e9, 3.0)), staged.side(2), staged.side(3)
+    out, slow, other = staged.side(1, emulate=(1e9, 60.0)), staged.side(2), staged.side(3)
     sent = [out.send(slow, f"t{each}", [each]) for each in range(EACH + 2)]
     eventually(lambda: out.device.num_copies == EACH)
     sent.append(out.send(other, "a", [1]))
@@ -227,7 +227,7 @@ def test_a_buffer_is_used_again_only_when_it_was_sent(staged: Two) -> None:
 
 
 def test_a_buffer_that_the_core_sends_is_not_free(staged: Two) -> None:
-    out, into = staged.side(1, emulate=(1e9, 3.0)), staged.side(2)  # sending takes seconds
+    out, into = staged.side(1, emulate=(1e9, 60.0)), staged.side(2)  # sending takes seconds
     transfers = [out.send(into, f"t{each}", [each]) for each in range(EACH + 2)]
     eventually(lambda: out.device.num_copies == EACH)
     assert still(lambda: out.device.num_copies == EACH)

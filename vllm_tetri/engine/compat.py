@@ -178,6 +178,7 @@ SIGNATURES = {
     "Scheduler.finish_requests": "request_ids finished_status",
     "Scheduler.set_pause_state": "pause_state",
     "Scheduler.reset_prefix_cache": "reset_running_requests reset_connector",
+    "Scheduler._drain_deferred_frees": "",
     "Scheduler._preempt_request": "request timestamp drop_stale_output",
     "Scheduler._reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
     "Scheduler._handle_blocked_waiting_request": "request",
@@ -186,7 +187,6 @@ SIGNATURES = {
     "Request.is_finished": "",
     "KVCacheManager.get_computed_blocks": "request",
     "KVCacheManager.get_block_ids": "request_id",
-    "KVCacheManager.evict_blocks": "block_ids",
     "BlockPool.get_num_free_blocks": "",
     "EventPublisher.publish": "events",
     "BlockPool.touch": "blocks",
@@ -222,6 +222,9 @@ ATTRIBUTES = {
         "waiting",  # W: our RequestQueue, once, before the first request
         "finished_req_ids",  # R: ended since the last step
         "prev_step_scheduled_req_ids",  # W: less those preempted since
+        "finished_recving_kv_req_ids",  # R: of kv_holding_waiting, those whose load is done
+        "sched_step_seq",  # R: steps scheduled
+        "processed_step_seq",  # R, W: steps done, behind which blocks are free
         "kv_holding_waiting",  # R: requests whose KV is loaded in the background
         "block_size",  # R
         "max_num_active_reqs",  # R

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from socket import AF_INET, AF_INET6, socket
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import psutil
@@ -116,14 +116,12 @@ class LoadReader:
         left_tokens = sum(tokens for tokens, _ in outlooks)
         left_tokens -= sum(each.num_output_tokens for each in decodes)
         fit = scheduler.clock.fit
-        queued_tokens, queued_context = self._queued(requests)
         reserved_blocks = scheduler.gate.admission.reserved_blocks * len(scheduler.blocks.growing)
         return InstanceLoad(
             running=len(running),
             waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
             held=arena.slots,
-            queued_prefill_tokens=queued_tokens,
-            queued_context=queued_context,
+            **self._queued(requests),
             blocks_used=self._used_blocks(),
             blocks_total=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             arena_used_bytes=arena.arena_used_bytes,
@@ -173,7 +171,7 @@ class LoadReader:
                 total += times.user + times.system
         return total
 
-    def _queued(self, requests: list[Request]) -> tuple[int, float]:
+    def _queued(self, requests: list[Request]) -> dict[str, Any]:
         lane, arriving = self.scheduler.waiting.lane, self.receives.arriving_tokens
         tokens, context = lane.unfinished_tokens, lane.unfinished_context
         for each in requests:
@@ -182,7 +180,7 @@ class LoadReader:
                 missing_tokens = max(0, each.num_prompt_tokens - known_tokens)
                 tokens += missing_tokens
                 context += context_sum(missing_tokens, each.num_prompt_tokens)
-        return tokens, context
+        return {"queued_prefill_tokens": tokens, "queued_context": context}
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -10,7 +10,7 @@ before them those that vLLM preempted while they decoded. *Ordered*: prompts, by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -32,6 +32,28 @@ def may_run(request: Request) -> bool:
     """Whether an ordered prompt may start: its grammar, if any, is compiled."""
     asked = request.structured_output_request
     return asked is None or asked.grammar is not None
+
+
+class AdapterSlots:
+    """The LoRA adapters of running requests, of which `most` fit (None: no request has one). vLLM
+    counts those with tokens in a step, which some may lack here, and asserts it in the next."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._num_known, self._taken = -1, set[int]()  # of so many running requests
+
+    def begin_step(self) -> None:
+        self._num_known = -1
+
+    def are_taken(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether running requests have as many adapters as fit, all of them others."""
+        if self._most is None or request.lora_request is None:
+            return False
+        if self._num_known != len(running):  # it only grows while others are admitted
+            names = {each.lora_request.lora_int_id for each in running if each.lora_request}
+            self._num_known, self._taken = len(running), names
+        is_other = request.lora_request.lora_int_id not in self._taken
+        return is_other and len(self._taken) >= self._most
 
 
 class PrefillQueue(RequestQueue):
@@ -121,6 +143,16 @@ class PrefillQueue(RequestQueue):
                 self.lane.add(self.held_back.pop(name))
             if len(waiting) < len(self) or not any(map(predictions.holds, waiting)):
                 return
+
+    def num_long(
+        self, loading: Iterable[Request], arriving: Callable[[str], int], least: int
+    ) -> int:
+        """Return how many requests outside the lane have more than `least` tokens to compute: those
+        of which a part is loading, and decode requests without their KV."""
+        return sum(
+            each.num_tokens - max(each.num_computed_tokens, arriving(each.request_id)) > least
+            for each in chain(self.first, loading)
+        )
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Container
+from contextlib import nullcontext
 from copy import copy
 from functools import cache
 from itertools import chain
@@ -43,9 +44,9 @@ from vllm_tetri.engine.pacing import (
     share_in_order,
 )
 from vllm_tetri.engine.prediction import has_length
-from vllm_tetri.engine.queue import PrefillQueue, may_run
+from vllm_tetri.engine.queue import AdapterSlots, PrefillQueue, may_run
 from vllm_tetri.engine.residency import CacheLog
-from vllm_tetri.engine.transfers import compute_again, end_requests
+from vllm_tetri.engine.transfers import compute_again, end_requests, unfenced
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
@@ -110,7 +111,7 @@ class TetriScheduler(Scheduler):
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._limited: Container[str] = ()  # requests that may get less than vLLM gives them
         self._num_ready = 0  # that this step may admit in addition to started prompts
-        self._num_known, self._adapters = -1, set[int]()  # of so many running requests
+        self._adapters = AdapterSlots(self.lora_config and self.lora_config.max_loras)
         self._num_decodes = self._decode_tokens = 0  # of this step; they come first in `running`
         self._padding: Request | None = None
         self._has_padded = self._is_stuck = False
@@ -174,24 +175,13 @@ class TetriScheduler(Scheduler):
         self._endpoint.learn(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        if self._lacks_adapter_slot(request):
+        if self._adapters.are_taken(request, self.running):
             return False
         is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         is_ready = super()._handle_blocked_waiting_request(request)
         if is_ready and is_new_to_grammar:
             self.continuations.accept_grammar(request)
         return is_ready
-
-    def _lacks_adapter_slot(self, request: Request) -> bool:
-        """Whether running requests have as many adapters as fit, all of them others. vLLM counts
-        those with tokens in this step, which some may lack here, and asserts it in the next."""
-        if self.lora_config is None or request.lora_request is None:
-            return False
-        if self._num_known != len(self.running):  # it only grows while others are admitted
-            names = {each.lora_request.lora_int_id for each in self.running if each.lora_request}
-            self._num_known, self._adapters = len(self.running), names
-        is_other = request.lora_request.lora_int_id not in self._adapters
-        return is_other and len(self._adapters) >= self.lora_config.max_loras
 
     # -- a step -----------------------------------------------------------------
 
@@ -213,7 +203,8 @@ class TetriScheduler(Scheduler):
     ) -> bool:
         self.pins.release_all()  # vLLM resets it only while no block is used
         self._endpoint.pool.clear()
-        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        with unfenced(self) if reset_running_requests else nullcontext():
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.clock.interrupt()
@@ -231,7 +222,8 @@ class TetriScheduler(Scheduler):
                 self.continuations.forget(request_id)
                 self.gate.forget(request_id)
         self.running, num_prompts = decodes_first(self.running)
-        self._num_known, self._num_decodes = -1, len(self.running) - num_prompts
+        self._adapters.begin_step()
+        self._num_decodes = len(self.running) - num_prompts
         self.pins.leave_room(chain(self.running, self.kv_holding_waiting))
         self._set_budget()
         holding = [*self.kv_holding_waiting]  # which vLLM empties before it asks the gate
@@ -267,9 +259,11 @@ class TetriScheduler(Scheduler):
         self._decode_tokens = decode_tokens = due_tokens(decodes, self.num_spec_tokens)
         has_place = len(self.running) < self.max_num_active_reqs and not self.gate.is_shut
         first_tokens = lane.first_tokens(has_place=has_place) if decode_tokens else 0
-        tokens = self.budget.tokens(self.running, decode_tokens, len(lane), first_tokens)
         # vLLM lets a request in that decodes at once only with all its drafts.
         has_ready = self.waiting.first or self.kv_holding_waiting
+        arriving, least = self._endpoint.receives.arriving_tokens, 1 + self.num_spec_tokens
+        num_waiting = len(lane) or self.waiting.num_long(self.kv_holding_waiting, arriving, least)
+        tokens = self.budget.tokens(self.running, decode_tokens, num_waiting, first_tokens)
         self._num_ready = num_ready = self._ready_tokens() if has_ready else 0
         self.max_num_scheduled_tokens = min(tokens + num_ready, self._most_tokens)
         self._chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
@@ -281,6 +275,11 @@ class TetriScheduler(Scheduler):
         num_ready = len(self.kv_holding_waiting) + sum(is_here(each.request_id) for each in first)
         fetched_tokens = sum(map(self._endpoint.sends.fetch_tokens, first))
         return num_ready * (1 + self.num_spec_tokens) + fetched_tokens
+
+    def _loading(self) -> set[str]:
+        """Return started prompts whose load goes on: they get no share of a step."""
+        loading = {each.request_id for each in self.kv_holding_waiting}
+        return loading - self.finished_recving_kv_req_ids
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent; if all that is here waits for some,
@@ -314,7 +313,8 @@ class TetriScheduler(Scheduler):
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
             was_refused=self.gate.was_shut,
-            may_run=lambda request: may_run(request) and not self._lacks_adapter_slot(request),
+            may_run=lambda each: may_run(each) and not self._adapters.are_taken(each, self.running),
+            absent=self.kv_holding_waiting and self._loading(),
         )
 
     def _reserve_prefill_lookahead(
@@ -351,7 +351,7 @@ class TetriScheduler(Scheduler):
                 remaining_tokens = request.num_tokens - request.num_computed_tokens
                 prompts.computed(request_id, num_tokens, remaining_tokens)
         # Whatever delays the head of the queue, started prompts must continue.
-        self._is_stuck = is_idle and bool(prompts.started)
+        self._is_stuck = is_idle and not prompts.started.keys() <= self._loading()
         self.preemptions += len(output.preempted_req_ids or ())
         padding, self._padding = self._padding, None
         if padding is not None and padding.request_id not in output.num_scheduled_tokens:
@@ -364,7 +364,7 @@ class TetriScheduler(Scheduler):
         endpoint.predictions.take(model_runner_output)
         hands_over = len(endpoint.sends) > 0  # asked first: those that end are removed
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        compute_again(self, model_runner_output.kv_connector_output)
+        compute_again(self, endpoint.times, model_runner_output.kv_connector_output)
         for each in outputs.values():
             if self._has_padded:
                 each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]

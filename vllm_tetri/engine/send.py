@@ -365,8 +365,8 @@ class SendSide:
             self._restart(send, 0.0)
 
     def distrust(self, block_ids: set[int]) -> None:
-        """Send prompts anew of which a load failed: what a step computed after it is wrong, may
-        have been sent, and is computed again."""
+        """Prepare prompts of which a load failed to be sent anew, once `compute_again` has
+        preempted them: what a step computed after it is wrong, and may have been sent."""
         if not block_ids:
             return
         for request_id, send in self._sends.items():
@@ -374,7 +374,7 @@ class SendSide:
             if not block_ids.isdisjoint(chain.from_iterable(groups)):
                 # The last name of an attempt may have wrong KV by now.
                 send.gave_up |= send.round > 0 and send.attempt + 1 >= MAX_ATTEMPTS
-                self._preempt(request_id)
+                send.cached_tokens = 0
 
     def stop_unfinished(self) -> None:
         """Hand over no prompt that is not done yet: weights may change in the middle of it."""

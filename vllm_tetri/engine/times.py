@@ -40,6 +40,11 @@ class RequestTimes:
                 times.begun_s, times.cached_tokens = time.monotonic(), each.num_computed_tokens
                 self._computing.add(each.req_id)
 
+    def begin_anew(self, request_id: str) -> None:
+        """Record that what was found or loaded of a prompt is computed after all."""
+        if (times := self._by_id.get(request_id)) is not None:
+            times.cached_tokens = 0
+
     def end_step(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Record requests that a step made tokens of."""
         if self._computing:

@@ -8,7 +8,8 @@ the last block in the prefix cache; if it does not, it ends at once and nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.step import FREED
+from vllm_tetri.engine.times import RequestTimes
 from vllm_tetri.handover import DecodeParams, Fetch, PrefillParams, attempt_name
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.transport.native import Slot
@@ -136,19 +138,37 @@ def end_requests(scheduler: Scheduler, names: Collection[str], outputs: dict[int
         outputs.setdefault(each.client_index, EngineCoreOutputs()).outputs.append(output)
 
 
-def compute_again(scheduler: Scheduler, found: KVConnectorOutput | None) -> None:
+@contextmanager
+def unfenced(scheduler: Scheduler) -> Iterator[None]:
+    """Let blocks be free at once that a step under way may still write: loads are ordered behind
+    it, and vLLM resets its prefix cache only while none is used."""
+    fence, scheduler.processed_step_seq = scheduler.processed_step_seq, scheduler.sched_step_seq
+    scheduler._drain_deferred_frees()
+    try:
+        yield
+    finally:
+        scheduler.processed_step_seq = fence
+
+
+def compute_again(
+    scheduler: Scheduler, times: RequestTimes, found: KVConnectorOutput | None
+) -> None:
     """Preempt running requests with blocks that could not be loaded, and drop their outputs of
     steps under way. vLLM only lowers `num_computed_tokens`, of which its V2 runner takes no notice,
-    and goes on with outputs that were computed from these blocks (vLLM's issue 49250)."""
-    invalid_ids = found.invalid_block_ids if found is not None else None
-    if not invalid_ids:
+    and goes on with outputs that were computed from these blocks (vLLM's issue 49250). No cache has
+    them any more (`Pool.distrust`)."""
+    if found is None or not (invalid_ids := found.invalid_block_ids):
         return
-    now, cache = time.monotonic(), scheduler.kv_cache_manager
+    now, ids_of = time.monotonic(), scheduler.kv_cache_manager.get_block_ids
     for request in scheduler.running[::-1]:
-        ids = cache.get_block_ids(request.request_id)[0]
-        if (first := next((i for i, each in enumerate(ids) if each in invalid_ids), None)) is None:
-            continue
-        cache.evict_blocks(set(ids[first:]))  # else it would find them when it resumes
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, now, drop_stale_output=True)
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # it may resume at once
+        name = request.request_id
+        if not invalid_ids.isdisjoint(ids_of(name)[0]):
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, now, drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(name)  # it may resume at once
+            times.begin_anew(name)
+            if request.prefill_stats is not None:  # as told when it was first scheduled
+                request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+    for request in scheduler.kv_holding_waiting:  # of several with a block vLLM resets the first
+        if not invalid_ids.isdisjoint(ids_of(request.request_id)[0]):
+            request.num_computed_tokens = 0

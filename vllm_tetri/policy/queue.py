@@ -7,7 +7,7 @@ started prompts follow each other is told in `policy.order`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -179,13 +179,14 @@ class PromptQueue(Generic[R]):
         *,
         free_blocks: int,
         was_refused: bool = False,
+        absent: Collection[str] = (),
         may_run: Callable[[R], bool] = lambda request: True,
     ) -> dict[str, int]:
         """Share out the prompt tokens of a step under a preemptive order: return tokens per started
-        prompt, 0 to pause it; the rest is for those that wait, if they `may_run`. Paused
-        prompts keep their blocks, so new ones leave them enough of `free_blocks` (0 if the engine
-        may run no other request) to be finished. If the gate refused a request in the last step
-        (`was_refused`), it most likely does so again."""
+        prompt, 0 to pause it, as those that are `absent`; the rest is for those that wait, if they
+        `may_run`. Paused prompts keep their blocks, so new ones leave them enough of `free_blocks`
+        (0 if the engine may run no other request) to be finished. If the gate refused a request in
+        the last step (`was_refused`), it most likely does so again."""
         started_blocks = sum(self._blocks(each.remaining_tokens) for each in self.started.values())
         self.free_blocks = max(0, free_blocks - started_blocks)
         self.order_waiting()
@@ -193,7 +194,9 @@ class PromptQueue(Generic[R]):
             self._check_due(chunk_tokens)
         scheduled = [*self._scheduled]  # `may_start` may add one beyond the batch
         may_start = not was_refused and self.may_start()
-        return self._plan(chunk_tokens, self._able(scheduled, may_run) if may_start else iter(()))
+        started = [each for each in self.started.values() if each.id not in absent]
+        able = self._able(scheduled, may_run) if may_start else iter(())
+        return self._plan(chunk_tokens, started, able)
 
     def _able(self, scheduled: list[Prompt], may_run: Callable[[R], bool]) -> Iterator[Prompt]:
         """Yield the prompts that may run, asked for one by one: mypyc makes a list of a generator
@@ -202,10 +205,12 @@ class PromptQueue(Generic[R]):
             if may_run(self.waiting[entry.id]):
                 yield entry
 
-    def _plan(self, chunk_tokens: int, waiting: Iterator[Prompt]) -> dict[str, int]:
+    def _plan(
+        self, chunk_tokens: int, started: list[Prompt], waiting: Iterator[Prompt]
+    ) -> dict[str, int]:
         """Share out a chunk among started prompts and those of `waiting` that go before them."""
         shares = dict.fromkeys(self.started, 0)
-        started = sorted(self.started.values(), key=_key, reverse=True)
+        started.sort(key=_key, reverse=True)
         first = next(waiting, None) if started else None
         while chunk_tokens > 0 and started:
             entry = started[-1]
