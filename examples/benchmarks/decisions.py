@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +32,7 @@ from vllm_tetri.policy.route import Route
 from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest, parse_request
+from vllm_tetri.router.table import RequestTable, Shares
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
@@ -145,7 +145,7 @@ def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
         for i, each in enumerate(view.instances)
     ]
     view = replace(view, instances=tuple(instances))
-    shares: Any = SimpleNamespace(at_limit=lambda client: frozenset())
+    shares = Shares(RequestTable(), limit_each=inf, num_clients=0)
     placer = Placer(
         lambda: view, shares, objective=NO_OBJECTIVE, refuses_late=False, max_queue_delay_s=1e9
     )

@@ -95,8 +95,8 @@ class ApiRequest:
         self.has_choices = num not in (None, 1)  # outputs with a first token each
         self.num_choices = num if _is_int(num) and num > 0 else 1
         # Bound of the output length, if there is one, and whether outputs end only there.
-        given = (min(each, _MOST) for each in bounds if _is_int(each) and each > 0)
-        self.max_tokens = next(given, None)
+        given = [min(each, _MOST) for each in bounds if _is_int(each) and each > 0]
+        self.max_tokens = given[0] if given else None
         self.ignores_eos = get("ignore_eos") is True
         self.wants_logprobs = bool(logprobs) if self.path == CHAT else logprobs is not None
         # Whether the stream ends with an event that counts tokens, and whether each does.
