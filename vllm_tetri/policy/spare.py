@@ -25,7 +25,7 @@ from vllm_tetri.types import Role
 _MEMORY_S = 5.0  # of the load
 _WANTED_S = 2.0  # for so long another number has to be better, each time by the margin
 _MARGIN = 0.01  # of the mean of both times
-_LEAST_GAIN = 0.04  # by which sparing any has to be better than sparing none
+_LEAST_GAIN = 0.02  # by which sparing any has to be better than sparing none
 _MOST_LONGER = 0.05  # by which the whole may take longer: requests last many times a first token
 _STAYS = 1.02  # times its bounds the number of now may reach, so that none takes turns
 _MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
