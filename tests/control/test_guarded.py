@@ -44,6 +44,15 @@ async def test_an_instance_that_no_router_answers_says_so(
     async with joined("tcp://127.0.0.1:1"):
         await eventually(lambda: "no router at tcp://127.0.0.1:1 has answered" in caplog.text)
 
+    def unknown(_: str) -> tuple[str, ...]:
+        raise OSError
+
+    monkeypatch.setattr("vllm_tetri.control.links.addresses_of", unknown)
+    monkeypatch.setattr("vllm_tetri.control.agent.require_guarded", lambda *_, **__: None)
+    caplog.set_level(logging.WARNING)
+    async with joined("tcp://nowhere.example:1"):
+        await eventually(lambda: "no router at tcp://nowhere.example:1 has" in caplog.text)
+
 
 def with_a_key_of_its_own(dealer: zmq.Socket[bytes]) -> None:
     Curve(OURS).call(dealer)

@@ -297,6 +297,19 @@ async def test_an_instance_that_falls_silent_while_it_starts_is_asked_on(
         assert (await made.ask())[0] == 200
 
 
+@pytest.mark.parametrize("why", ["", "it has layers of another kind"])
+async def test_an_instance_that_others_cannot_send_kv_to_is_named(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that exchanges none is not."""
+    made = [FakeInstance(name, Role.BOTH) for name in "abc"]
+    made[2].abilities = {"kv_endpoint": "10.0.0.9:1", "alone": why}
+    async with cluster(*made):
+        await eventually(lambda: not why or f"exchanges no KV, since {why}" in caplog.text)
+        await eventually(lambda: why or caplog.text.count("receives KV at 127.0.0.1:1") == 2)
+    assert caplog.text.count("receives KV at") == (0 if why else 2)
+
+
 async def test_a_silent_instance_is_not_used_until_it_speaks_again() -> None:
     async with cluster(*trio()) as made:
         made["p"].speaks.clear()

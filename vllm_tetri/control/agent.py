@@ -72,6 +72,7 @@ class Agent:
     ) -> None:
         for address in routers:
             require_guarded("--tetri-control", control_host(address), has_secret=bool(secret))
+        self._routers = routers
         self._links = RouterLinks(routers, None if secret is None else Curve(secret))
         self._info, self._engine = info, engine
         self._period_s = period_s
@@ -221,12 +222,12 @@ class Agent:
                 self._verdict = self._leaving.decide(is_at_rest=is_at_rest, now=time.monotonic())
 
     def _say_unheard(self) -> None:
-        hosts = [control_host(each.address) for each in self._links]
+        hosts = map(control_host, self._routers)
         _log.log(
             logging.INFO if all(map(is_loopback, hosts)) else logging.WARNING,
             "no router at %s has answered for %.0f s; until one does, this instance serves alone. "
             "Start one there, or open its control port to this machine.",
-            ", ".join(each.address for each in self._links) or "any address", _UNHEARD_S,
+            ", ".join(self._routers), _UNHEARD_S,
         )  # fmt: skip
 
     def _on_event(self, link: RouterLink) -> None:

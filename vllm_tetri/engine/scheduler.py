@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 # Longest sleep of a step that only waits for KV, whose arrival ends it; delays new requests.
 ARRIVAL_WAIT_S = 0.005
-_ANY_BLOCKS = 1 << 40
+_ANY_BLOCKS, _LOADS = 1 << 40, RequestStatus.WAITING_FOR_REMOTE_KVS
 # Of those that held KV and waited: they run by now, or are sessions, which may never go on.
 _ASIDE = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ
 
@@ -278,8 +278,8 @@ class TetriScheduler(Scheduler):
 
     def _loading(self) -> set[str]:
         """Return started prompts whose load goes on: they get no share of a step."""
-        loading = {each.request_id for each in self.kv_holding_waiting}
-        return loading - self.finished_recving_kv_req_ids
+        loads = (each for each in self.kv_holding_waiting if each.status is _LOADS)
+        return {each.request_id for each in loads} - self.finished_recving_kv_req_ids
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent; if all that is here waits for some,

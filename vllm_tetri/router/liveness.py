@@ -106,15 +106,16 @@ class Liveness:
         shared(self._probes, (info.id, info.pid, info.url), self._probe(info))
 
     async def _probe(self, info: InstanceInfo) -> None:
-        wait_s, left_s = _FIRST_WAIT_S, _LONG_S
+        loop = asyncio.get_running_loop()
+        wait_s, due_s = _FIRST_WAIT_S, loop.time() + _LONG_S
         while self._monitor.members.is_known(info):
             if await self._upstream.is_healthy(info.url, _TIMEOUT_S):
                 await self._welcome(info)
                 self._monitor.members.mark_ready(info)
                 _log.info("%s is ready", info.id)
                 return
-            if (left_s := left_s - wait_s) <= 0:
-                left_s = inf
+            if loop.time() >= due_s:
+                due_s = inf
                 _log.warning(
                     "%s reports its load, but %s/health has not answered for %.0f s. If it is not "
                     "starting any more, let this host reach that port, or give it --tetri-url.",
@@ -163,9 +164,13 @@ class Liveness:
             _log.warning(
                 "%s. Requests are served aggregated there%s.", self._apart[instance], advice
             )
-        hosts = {name: each.kv_endpoint.rpartition(":")[0] for name, each in infos.items()}
+        hosts = {
+            name: each.kv_endpoint.rpartition(":")[0]
+            for name, each in infos.items()
+            if name not in self._apart
+        }
         local = {name for name, host in hosts.items() if is_loopback(host.strip("[]"))}
-        known, self._local = self._local, local if len(local) < len(infos) else set()
+        known, self._local = self._local, local if len(local) < len(hosts) else set()
         for instance in self._local - known:
             _log.warning(
                 "%s receives KV at %s, which instances on other machines cannot reach; give it "
