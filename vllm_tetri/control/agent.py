@@ -195,7 +195,7 @@ class Agent:
             if since_s >= (self._period_s / 2 if self._is_polled else self._late_s):
                 self._report()
                 since_s = 0.0
-            if time.monotonic() >= self._unheard_at_s:
+            if now >= self._unheard_at_s:
                 self._unheard_at_s = inf
                 self._say_unheard()
             self._is_polled = False

@@ -314,7 +314,7 @@ class TetriScheduler(Scheduler):
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
             was_refused=self.gate.was_shut,
             may_run=lambda each: may_run(each) and not self._adapters.are_taken(each, self.running),
-            absent=self.kv_holding_waiting and self._loading(),
+            absent=self._loading(),
         )
 
     def _reserve_prefill_lookahead(
