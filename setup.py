@@ -22,12 +22,13 @@ POLICIES = (
     "adaptive", "admission", "cluster", "dispatch", "fetch", "ledger", "lengths", "order", "queue",
     "residency", "route", "spare", "step_cost", "step_tokens", "tables",
 )  # fmt: skip
+ROUTER = (
+    "connection", "http_client", "incoming", "placement", "prefixes", "replies", "request",
+    "response", "table",
+)  # fmt: skip
 COMPILED = [
     *(f"vllm_tetri/policy/{name}.py" for name in POLICIES),
-    "vllm_tetri/router/placement.py",
-    "vllm_tetri/router/prefixes.py",
-    "vllm_tetri/router/request.py",
-    "vllm_tetri/router/table.py",
+    *(f"vllm_tetri/router/{name}.py" for name in ROUTER),
 ]
 # Whose types they rely on.
 TYPED = [f"vllm_tetri/{name}.py" for name in ("types", "handover", "messages")]

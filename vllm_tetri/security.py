@@ -166,9 +166,12 @@ def _decode(text: str) -> bytes:
         raise ValueError("it is neither hexadecimal nor base64") from None
 
 
+_READABLE = int(zmq.POLLIN)  # an enum's `&` is Python
+
+
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Return whether a message can be received."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
 class Curve:

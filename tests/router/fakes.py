@@ -31,7 +31,7 @@ from vllm_tetri.messages import (
 )
 from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.adapters import LOAD, UNLOAD
-from vllm_tetri.router.app import build_app
+from vllm_tetri.router.app import App
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
@@ -114,6 +114,11 @@ class FakeEngine:
 
     def on_drained(self) -> None:
         self._fake.has_left.set()
+
+
+def refusing(refusal: Refusal) -> web.Response:
+    status, kind = refusal.status, "application/json"
+    return web.Response(body=refusal.body(), status=status, content_type=kind)
 
 
 class FakeInstance:
@@ -219,15 +224,15 @@ class FakeInstance:
         self.num_loads += 1
         await self.load_gate.wait()
         if not self.can_load:
-            return Refusal(404, "no adapter is there").response()
+            return refusing(Refusal(404, "no adapter is there"))
         if order["lora_name"] in self.adapters:
-            return Refusal(400, "it has already been loaded").response()
+            return refusing(Refusal(400, "it has already been loaded"))
         self.adapters[order["lora_name"]] = (order["lora_path"], "d")
         return web.Response(text="loaded")
 
     async def _unload(self, request: web.Request) -> web.Response:
         if self.adapters.pop((await request.json())["lora_name"], None) is None:
-            return Refusal(404, "no such adapter").response()
+            return refusing(Refusal(404, "no such adapter"))
         return web.Response(text="unloaded")
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
@@ -237,7 +242,7 @@ class FakeInstance:
         headers = request.headers.copy()
         self.calls.append(Call(request.path, body, headers, request.method, request.path_qs, raw))
         if body.get("model", "").startswith("lora") and body["model"] not in self.adapters:
-            return Refusal(404, "the model does not exist").response()
+            return refusing(Refusal(404, "the model does not exist"))
         try:
             if self.handler is not None:
                 return await self.handler(self, request, body)
@@ -250,7 +255,7 @@ class FakeInstance:
         try:
             leg = handover.from_params(body.get("kv_transfer_params"))
         except ProtocolError as error:
-            return Refusal(400, str(error)).response()
+            return refusing(Refusal(400, str(error)))
         if isinstance(leg, PrefillParams):
             return self.prefilled(leg)
         if isinstance(leg, Fetch) and leg.target != self.id:
@@ -421,7 +426,7 @@ async def door(
     )
     scheduler = GlobalScheduler(config)
     limits = limits or Limits()
-    app = build_app(scheduler, keys=Keys(keys), limits=limits)
+    app = App(scheduler, keys=Keys(keys), limits=limits)
     async with listening(app, limits, ("127.0.0.1", 0), tls) as listener:
         scheme = "http" if tls is None else "https"
         yield scheduler, listener, "{}://{}:{}".format(scheme, *listener.address)

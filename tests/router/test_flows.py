@@ -29,8 +29,8 @@ from tests.router.writers import (
     two,
 )
 from vllm_tetri.handover import DecodeParams
+from vllm_tetri.router import _core
 from vllm_tetri.router._core import Flow, FlowState
-from vllm_tetri.router.response import Pump
 from vllm_tetri.types import Mode
 
 TEXTS = tuple(f" word{index} é日" for index in range(60))
@@ -41,14 +41,15 @@ STREAM = b'{"model":"tiny","prompt":"x","stream":true}'
 @pytest.fixture
 def flows(monkeypatch: pytest.MonkeyPatch) -> list[Flow]:
     """All flows that begin."""
-    found, begin = list[Flow](), Pump.begin
+    found = list[Flow]()
 
-    def note(pump: Pump, *args: Any) -> Flow:
-        flow = begin(pump, *args)
-        found.append(flow)
-        return flow
+    class Noting(_core.Pump):
+        def begin(self, *args: Any, **more: Any) -> Flow:
+            flow = super().begin(*args, **more)
+            found.append(flow)
+            return flow
 
-    monkeypatch.setattr(Pump, "begin", note)
+    monkeypatch.setattr(_core, "Pump", Noting)
     return found
 
 

@@ -57,7 +57,7 @@ from vllm_tetri.picker.service import (
     server_for,
 )
 from vllm_tetri.router.auth import Limits
-from vllm_tetri.router.server import BodyReader
+from vllm_tetri.router.incoming import BodyReader
 from vllm_tetri.types import Mode, Role
 
 ALL = [SendMode.FULL_DUPLEX_STREAMED, SendMode.BUFFERED]

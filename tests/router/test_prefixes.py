@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from functools import partial
 from typing import Any
 
 import pytest
-from cachetools import TTLCache
 
 from vllm_tetri.policy.residency import Chain
 from vllm_tetri.router import prefixes
@@ -165,13 +163,15 @@ def test_what_was_used_least_recently_is_forgotten(monkeypatch: pytest.MonkeyPat
 
 def test_requests_that_do_not_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(prefixes, "TTLCache", partial(TTLCache, timer=lambda: now_s))
-    index, asked = PrefixIndex(), [chat(user(text)) for text in "ab"]
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    index, asked = PrefixIndex(), [chat(user(text)) for text in "abcd"]
     index.expect("r2", asked[0])
     index.expect("r3", asked[1])
-    now_s = 899.0
+    now_s = 901.0
+    index.expect("r4", asked[2])
     index.learn(P, "chatcmpl-r3", chain(50), 640)
     assert index.find(asked[1]) is not None
-    now_s = 901.0
+    now_s = 1802.0
+    index.expect("r5", asked[3])
     index.learn(P, "chatcmpl-r2", chain(50), 640)
     assert index.find(asked[0]) is None

@@ -237,22 +237,26 @@ class Monitor:
         for _ in range(_MAX_DRAIN):
             if self._socket is None or not is_readable(self._socket):
                 return
-            parts = self._socket.recv_multipart(copy=False)
+            # `recv_multipart` takes 3 µs for this. All parts of a message come at once.
+            sender, num_parts = self._socket.recv(), 1
+            frame = self._socket.recv(copy=False)
+            while frame.more:
+                frame, num_parts = self._socket.recv(copy=False), num_parts + 1
             try:
-                if len(parts) != 2:
-                    raise ProtocolError(f"{len(parts) - 1} parts instead of one")
-                message = messages.decode_to_router(parts[1].bytes)
+                if num_parts != 1:
+                    raise ProtocolError(f"{num_parts} parts instead of one")
+                message = messages.decode_to_router(frame.bytes)
             except ProtocolError as error:
-                self._drop(str(error), str(parts[-1].get("Peer-Address")))
+                self._drop(str(error), _peer_of(frame))
             else:
-                self._take(parts[0].bytes, message, str(parts[1].get("Peer-Address")))
+                self._take(sender, message, frame)
         asyncio.get_running_loop().call_soon(self._drain)
 
-    def _take(self, sender: bytes, message: messages.ToRouter, peer: str) -> None:
+    def _take(self, sender: bytes, message: messages.ToRouter, frame: zmq.Frame) -> None:
         self.counters.received[type(message).__name__] += 1
         match message:
             case messages.Hello(info=info):
-                self._on_hello(sender, info, peer)
+                self._on_hello(sender, info, _peer_of(frame))
             case messages.LoadReport():
                 self._on_report(sender, message)
             case messages.Flipped():
@@ -342,3 +346,7 @@ class Monitor:
             self._dropped_from[peer] = None
             where = f" from {peer}" if peer else ""
             _log.warning("the control port dropped %s%s; its next ones are counted", why, where)
+
+
+def _peer_of(frame: zmq.Frame) -> str:
+    return str(frame.get("Peer-Address"))

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         from vllm_tetri.picker.service import credentials_of, listen, server_for
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from error
-    from vllm_tetri.router.app import build_app
+    from vllm_tetri.router.app import App
     from vllm_tetri.router.scheduler import GlobalScheduler
     from vllm_tetri.router.server import listening
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         scheduler = GlobalScheduler(config)
         limits = Limits(bodies_bytes=most_bodies_bytes(Limits().body_bytes))
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
-        app = build_app(scheduler, keys=keys, limits=limits, relays=False)
+        app = App(scheduler, keys=keys, limits=limits, relays=False)
         async with listening(app, limits, (options.host, options.http_port), tls) as http:
             server = server_for(scheduler, options.fallbacks, limits)
             port = listen(server, options.host, options.port, credentials)

@@ -23,6 +23,7 @@ from vllm_tetri.policy.route import Event
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import NoCapacity, Refusal, is_failure
+from vllm_tetri.router.incoming import BodyReader
 from vllm_tetri.router.request import (
     CHAT,
     COMPLETIONS,
@@ -32,7 +33,6 @@ from vllm_tetri.router.request import (
     parse_request,
 )
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import BodyReader
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceInfo
 
@@ -236,7 +236,7 @@ def _request_of(headers: Mapping[str, str], raw: bytes) -> ApiRequest:
         rules = _RULES["POST", RESPONSES]
     elif method != "POST" or path not in (CHAT, COMPLETIONS):
         rules = _RULES.get((method, path), _OTHER)
-    given = {"X-Request-Id": headers.get("x-request-id", "")}
+    given = {"x-request-id": headers.get("x-request-id", "")}
     return parse_request(path, raw, given, method=method, rules=rules)
 
 

@@ -13,8 +13,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from vllm_tetri.picker.exchange import Exchange
 from vllm_tetri.router.auth import Limits
+from vllm_tetri.router.incoming import BodyReader
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import BodyReader
 
 PROCESSOR, HEALTH = "envoy.service.ext_proc.v3.ExternalProcessor", "grpc.health.v1.Health"
 LIVENESS, READINESS = "liveness", "readiness"  # the protocol's names for health checks

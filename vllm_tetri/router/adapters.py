@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from math import inf
 
 import msgspec
-from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import INSTANCE_PATH
 from vllm_tetri.router.errors import JSON_ERRORS, NOT_OFFERED, Refusal
+from vllm_tetri.router.replies import Response
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import Adapter, InstanceInfo, InstanceState
 
@@ -27,7 +27,7 @@ SERVING = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
 _ORDER_S, _ASK_S = 120.0, 2.0  # longest wait for one instance
 _NO_RESPONSE = 504
 _ASK_AGAIN_S = 1.0
-_KEPT = ("Authorization",)  # headers of the newest order, by which instances that join are asked
+_KEPT = ("authorization",)  # headers of the newest order, by which instances that join are asked
 
 _log = logging.getLogger(__name__)
 
@@ -50,18 +50,18 @@ class Adapters:
     def __init__(self, monitor: Monitor, upstream: Upstream) -> None:
         self._monitor, self._upstream = monitor, upstream
         self._loaded: dict[str, bytes] = {}  # orders by name of the adapter
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"content-type": "application/json"}
         self._turn = asyncio.Lock()  # of orders
         self._asked_s = -inf
         self._looking: asyncio.Task[None] | None = None
 
-    async def order(self, path: str, body: bytes, headers: Mapping[str, str]) -> web.Response:
+    async def order(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
         """Let every instance load or unload an adapter; the response is vLLM's where all agree. An
         order goes on when its client leaves. Raises `Refusal`: no instance is ready, or some did
         not load it, which is undone."""
         return await asyncio.shield(self._order(path, body, headers))
 
-    async def _order(self, path: str, body: bytes, headers: Mapping[str, str]) -> web.Response:
+    async def _order(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
         try:
             order = msgspec.json.decode(body, type=_Order)
         except JSON_ERRORS:
@@ -98,7 +98,7 @@ class Adapters:
             how = "start instances with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
             raise Refusal(404, f"no instance offers {path}: {how}")
         kind = "application/json" if text.startswith(b"{") else "text/plain"
-        return web.Response(status=status, body=text, content_type=kind)
+        return Response(text, status, {"content-type": kind})
 
     async def welcome(self, info: InstanceInfo) -> None:
         """Let an instance that joins load what others have, and learn what it has. Orders meanwhile

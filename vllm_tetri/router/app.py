@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
-from functools import partial
 from typing import Annotated
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from vllm_tetri.messages import FlipRole
 from vllm_tetri.router.adapters import LOAD, SERVING, UNLOAD
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.explain import explain, replayable
+from vllm_tetri.router.incoming import CONTINUE, BodyReader, ClientRequest
 from vllm_tetri.router.live import LiveView, page, plain_cluster
 from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import targets
+from vllm_tetri.router.replies import Reply, Response, json_response, refused
 from vllm_tetri.router.request import (
     CHAT,
     COMPLETIONS,
@@ -32,14 +30,13 @@ from vllm_tetri.router.request import (
     decode_order,
     parse_request,
 )
+from vllm_tetri.router.routes import Handler, Routes
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import CLIENT, DIRECT, BodyReader
-from vllm_tetri.router.streamed import CORS, permit_origin
 from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Mode, RequestId, Role
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 
-_PREFLIGHT = "Access-Control-Request-Method"
+_PREFLIGHT = "access-control-request-method"
 _PERMISSION = {
     "object": "model_permission",
     "allow_create_engine": False,
@@ -53,7 +50,6 @@ _PERMISSION = {
     "is_blocking": False,
 }
 
-_json = partial(web.json_bytes_response, dumps=msgspec.json.encode)
 _log = logging.getLogger(__name__)
 
 # fmt: off
@@ -74,7 +70,7 @@ _TEXT = (
 )
 # fmt: on
 _GETS = ("/version", "/tokenizer_info", "/server_info", "/docs", "/redoc")
-_RESPONSE = RESPONSES + "/{response_id:[A-Za-z0-9._:-]{1,256}}"
+_RESPONSE = RESPONSES + "/{response_id}"
 _STORED = ProxyRules(is_stored=True)
 _NO_BODY = ProxyRules(generates=False, has_body=False)  # some are open to every client
 # Method, path and rules of every proxied route.
@@ -125,86 +121,114 @@ class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: Annotated[str, msgspec.Meta(max_length=200)] = "ordered"
 
 
-def build_app(
-    scheduler: GlobalScheduler, *, keys: Keys, limits: Limits, relays: bool = True
-) -> web.Application:
-    """Build the application around a scheduler, which it starts and closes; one that does not
-    relay requests has the routes for operators only."""
-    bodies = BodyReader(limits)
-    merged, live = Merged(scheduler.monitor, scheduler.upstream), LiveView(scheduler)
-    routes = _Routes(scheduler, bodies, merged)
-    guard = _guard(keys, bodies, merged, preflight=routes.serve(_NO_BODY))
-    app = web.Application(middlewares=[guard])
-    app.on_response_prepare.append(permit_origin)
-    app.on_shutdown.append(live.close)
-    app.add_routes([
-        web.get("/", page),
-        web.get("/v1/models", routes.models),
-        web.post(LOAD, routes.adapter),
-        web.post(UNLOAD, routes.adapter),
-        web.get("/health", routes.health),
-        web.get("/readyz", routes.health),
-        web.get("/livez", routes.live),
-        web.get("/ping", routes.health),
-        web.post("/ping", routes.health),
-        web.get("/metrics", routes.metrics),
-        web.get("/load", routes.load),
-        web.get("/openapi.json", routes.openapi),
-        web.get("/tetri/v1/instances", routes.instances),
-        web.post("/tetri/v1/instances/{id}/drain", routes.drain),
-        web.post("/tetri/v1/instances/{id}/flip", routes.flip),
-        web.get("/tetri/v1/cache", routes.cache),
-        web.get("/tetri/v1/targets", routes.targets),
-        web.get("/tetri/v1/history", routes.history),
-        web.get("/tetri/v1/requests", routes.requests),
-        web.get("/tetri/v1/requests/{id}", routes.explain),
-        web.post("/tetri/v1/requests/{id}/move", routes.move),
-        web.get("/tetri/v1/mode", routes.mode),
-        web.post("/tetri/v1/mode", routes.set_mode),
-        web.post("/tetri/v1/regret", routes.record_regret),
-        web.get("/tetri/v1/events", live.serve, allow_head=False),
-    ])  # fmt: skip
-    app[DIRECT] = partial(guard, handler=routes.serve(None)) if relays else None
-    understood = [("POST", path, None) for path in (CHAT, COMPLETIONS)]
-    for method, path, rules in [*understood, *PROXIED] if relays else ():
-        more = {"allow_head": False} if method == "GET" else {}
-        app.add_routes([web.route(method, path, routes.serve(rules), **more)])
+class App:
+    """All routes around a scheduler, which it starts and closes; one that does not relay requests
+    has the routes for operators only."""
 
-    async def run(_: web.Application) -> AsyncIterator[None]:
+    def __init__(
+        self, scheduler: GlobalScheduler, *, keys: Keys, limits: Limits, relays: bool = True
+    ) -> None:
+        self._scheduler, self._keys = scheduler, keys
+        self._bodies = BodyReader(limits)
+        self._merged = Merged(scheduler.monitor, scheduler.upstream)
+        self._live, self._routes = LiveView(scheduler), Routes()
+        self._preflight = self._relay(_NO_BODY)
+        self._add_own()
+        understood = [("POST", path, None) for path in (CHAT, COMPLETIONS)]
+        for method, path, rules in [*understood, *PROXIED] if relays else ():
+            self._routes.add(method, path, self._relay(rules))
+
+    def _add_own(self) -> None:
+        for path, shown in {
+            "/": page,
+            "/v1/models": self._models,
+            "/health": self._health,
+            "/readyz": self._health,
+            "/livez": self._alive,
+            "/ping": self._health,
+            "/metrics": self._metrics,
+            "/load": self._load,
+            "/openapi.json": self._openapi,
+            "/tetri/v1/instances": self._instances,
+            "/tetri/v1/cache": self._cache,
+            "/tetri/v1/targets": self._targets,
+            "/tetri/v1/history": self._history,
+            "/tetri/v1/requests": self._requests,
+            "/tetri/v1/requests/{id}": self._explain,
+            "/tetri/v1/mode": self._mode,
+        }.items():
+            self._routes.add("GET", path, shown, has_head=True)
+        self._routes.add("GET", "/tetri/v1/events", self._live.serve)
+        for path, order in {
+            LOAD: self._adapter,
+            UNLOAD: self._adapter,
+            "/ping": self._health,
+            "/tetri/v1/instances/{id}/drain": self._drain,
+            "/tetri/v1/instances/{id}/flip": self._flip,
+            "/tetri/v1/requests/{id}/move": self._move,
+            "/tetri/v1/mode": self._set_mode,
+            "/tetri/v1/regret": self._record_regret,
+        }.items():
+            self._routes.add("POST", path, order)
+
+    def start(self) -> None:
+        """Let instances join. Raises `ConfigError`."""
+        self._scheduler.monitor.start()
+
+    def end_streams(self) -> None:
+        """End what would go on until the router's last deadline."""
+        self._live.close()
+
+    async def close(self) -> None:
+        """Close the scheduler. Idempotent."""
+        await self._scheduler.close()
+
+    async def serve(self, request: ClientRequest) -> Reply:
+        """Serve a request that has a known key, or needs none; errors have the shape of OpenAI's.
+        Raises `ConnectionResetError`: the client has left."""
+        headers = request.headers
         try:
-            scheduler.monitor.start()
-            yield
+            origin = headers.get("origin")
+            if origin and request.method == "OPTIONS" and _PREFLIGHT in headers:
+                return await self._preflight(request)  # needs no key, as in vLLM
+            client = self._keys.client_of(request.path, headers)
+            if client is None:
+                words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
+                raise Refusal(401, words, kind="invalid_api_key")
+            request.client = client
+            if origin:
+                request.cors = await self._merged.cors(origin)
+            if request.expects not in ("", CONTINUE):
+                raise Refusal(417, f"Expect: only {CONTINUE} is understood")
+            self._bodies.check_announced(request)
+            return await self._routes.find(request)(request)
+        except Refusal as refusal:
+            return refused(refusal)
+        except ConnectionResetError:
+            raise
+        except Exception:
+            _log.exception("%s %s failed", request.method, request.path)
+            return refused(Refusal(500, "the router failed; see its log"))
         finally:
-            await scheduler.close()
+            self._bodies.release(request)
 
-    app.cleanup_ctx.append(run)
-    return app
-
-
-class _Routes:
-    def __init__(self, scheduler: GlobalScheduler, bodies: BodyReader, merged: Merged) -> None:
-        self._scheduler = scheduler
-        self._bodies = bodies
-        self._merged = merged
-
-    def serve(self, rules: ProxyRules | None) -> Handler:
+    def _relay(self, rules: ProxyRules | None) -> Handler:
         """Return the handler of a route; with rules, of one that is never split."""
 
-        async def serve(http: web.Request) -> web.StreamResponse:
-            client = http[CLIENT]
-            kind = http.headers.get("Content-Type", "").partition(";")[0].lower()
+        async def relay(http: ClientRequest) -> Reply:
+            kind = http.headers.get("content-type", "").partition(";")[0].lower()
             if rules is None and kind != "application/json":  # as vLLM judges it
                 raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
             raw = await self._bodies.read(http) if rules is None or rules.has_body else b""
-            path = http.path if rules is None else http.rel_url.raw_path_qs
+            path, client = http.path if rules is None else http.target, http.client
             request = parse_request(
                 path, raw, http.headers, client=client, method=http.method, rules=rules
             )
             return await self._scheduler.serve(request, http)
 
-        return serve
+        return relay
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def _models(self, _: ClientRequest) -> Response:
         now = int(time.time())
         data = [
             {
@@ -220,43 +244,38 @@ class _Routes:
             for name, info in self._scheduler.placer.models().items()
             for adapter in [info.adapters.get(name)]
         ]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
-    async def adapter(self, http: web.Request) -> web.StreamResponse:
+    async def _adapter(self, http: ClientRequest) -> Reply:
         raw = await self._bodies.read(http)
         return await self._scheduler.adapters.order(http.path, raw, http.headers)
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def _health(self, _: ClientRequest) -> Response:
         if not self._scheduler.placer.models():
             raise Refusal(503, "no instance is ready")
-        return web.Response()
+        return Response()
 
-    async def live(self, _: web.Request) -> web.Response:
-        return web.Response()
+    async def _alive(self, _: ClientRequest) -> Response:
+        return Response()
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, _: ClientRequest) -> Response:
         of_instances = await self._merged.metrics()
-        return web.Response(
+        return Response(
             body=self._scheduler.metrics.render() + of_instances.encode(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
-    async def load(self, _: web.Request) -> web.Response:
-        return _json({"server_load": len(self._scheduler.table)})
+    async def _load(self, _: ClientRequest) -> Response:
+        return json_response({"server_load": len(self._scheduler.table)})
 
-    async def openapi(self, http: web.Request) -> web.Response:
-        routes = {
-            (route.method, route.resource.canonical)
-            for route in http.app.router.routes()
-            if route.resource is not None
-        }
-        body = await self._merged.openapi(routes)
-        return web.Response(body=body, content_type="application/json")
+    async def _openapi(self, _: ClientRequest) -> Response:
+        body = await self._merged.openapi(self._routes.named())
+        return Response(body, headers={"content-type": "application/json"})
 
-    async def instances(self, _: web.Request) -> web.Response:
-        return _json(plain_cluster(self._scheduler))
+    async def _instances(self, _: ClientRequest) -> Response:
+        return json_response(plain_cluster(self._scheduler))
 
-    async def cache(self, _: web.Request) -> web.Response:
+    async def _cache(self, _: ClientRequest) -> Response:
         blocks = self._scheduler.placer.cached_blocks()
         rows = [
             {
@@ -268,23 +287,23 @@ class _Routes:
             for each in self._scheduler.monitor.view().instances
             if each.info.id in blocks
         ]
-        return _json({"instances": rows})
+        return json_response({"instances": rows})
 
-    async def targets(self, _: web.Request) -> web.Response:
+    async def _targets(self, _: ClientRequest) -> Response:
         found = targets(each.info for each in self._scheduler.monitor.view().instances)
         if not found:  # a router that has just started; after an error Prometheus keeps its targets
             raise Refusal(503, "no instance has joined; try again")
-        return _json(found)
+        return json_response(found)
 
-    async def drain(self, request: web.Request) -> web.Response:
-        name = InstanceId(request.match_info["id"])
+    async def _drain(self, request: ClientRequest) -> Response:
+        name = InstanceId(request.params["id"])
         raw = await self._bodies.read(request)
         order = decode_order(raw or b"{}", DrainOrder, "order to drain")
         self._scheduler.drain(name, force=order.force, deadline_s=order.deadline_s)
-        return _json({"id": name, "state": InstanceState.DRAINING}, status=202)
+        return json_response({"id": name, "state": InstanceState.DRAINING}, status=202)
 
-    async def flip(self, request: web.Request) -> web.Response:
-        name = InstanceId(request.match_info["id"])
+    async def _flip(self, request: ClientRequest) -> Response:
+        name = InstanceId(request.params["id"])
         order = decode_order(await self._bodies.read(request), FlipBody, "order to flip")
         is_new, epoch = self._scheduler.flips.order(
             name,
@@ -302,12 +321,12 @@ class _Routes:
             "is_new": is_new,
             "is_under_way": is_under_way,
         }
-        return _json(content, status=202 if is_under_way else 200)
+        return json_response(content, status=202 if is_under_way else 200)
 
-    async def explain(self, request: web.Request) -> web.Response:
-        return _json(explain(self._scheduler.look_up(RequestId(request.match_info["id"]))))
+    async def _explain(self, request: ClientRequest) -> Response:
+        return json_response(explain(self._scheduler.look_up(RequestId(request.params["id"]))))
 
-    async def history(self, _: web.Request) -> web.Response:
+    async def _history(self, _: ClientRequest) -> Response:
         views = self._scheduler.monitor.view().instances
         rows = [
             {
@@ -329,70 +348,27 @@ class _Routes:
         told = (each for each in replayable(ended) if each["model"] in names)
         found = [{**each, "model": names[each["model"]].models[0]} for each in told]
         mode = {"mode": self._scheduler.placer.mode, "mode_s": time.monotonic() - since_s}
-        return _json({**mode, "instances": rows, "requests": found})
+        return json_response({**mode, "instances": rows, "requests": found})
 
-    async def move(self, request: web.Request) -> web.Response:
-        name = RequestId(request.match_info["id"])
+    async def _move(self, request: ClientRequest) -> Response:
+        name = RequestId(request.params["id"])
         order = decode_order(await self._bodies.read(request), MoveBody, "order to move")
         source = self._scheduler.moves.order(name, InstanceId(order.to))
-        return _json({"id": name, "from": source, "to": order.to}, status=202)
+        return json_response({"id": name, "from": source, "to": order.to}, status=202)
 
-    async def mode(self, _: web.Request) -> web.Response:
-        return _json({"mode": self._scheduler.placer.mode})
+    async def _mode(self, _: ClientRequest) -> Response:
+        return json_response({"mode": self._scheduler.placer.mode})
 
-    async def set_mode(self, request: web.Request) -> web.Response:
+    async def _set_mode(self, request: ClientRequest) -> Response:
         order = decode_order(await self._bodies.read(request), ModeOrder, "mode")
         self._scheduler.set_mode(order.mode)
-        return _json({"mode": self._scheduler.placer.mode})
+        return json_response({"mode": self._scheduler.placer.mode})
 
-    async def record_regret(self, request: web.Request) -> web.Response:
+    async def _record_regret(self, request: ClientRequest) -> Response:
         told = decode_order(await self._bodies.read(request), RegretBody, "regret")
         self._scheduler.metrics.regret.set(told.regret)
         self._scheduler.metrics.regret_error.set(told.error)
-        return _json({"regret": told.regret})
+        return json_response({"regret": told.regret})
 
-    async def requests(self, _: web.Request) -> web.Response:
-        return _json(self._scheduler.table.plain(time.monotonic()))
-
-
-def _guard(keys: Keys, bodies: BodyReader, merged: Merged, preflight: Handler) -> Middleware:
-    """Reject requests without a known key, and give errors the shape of OpenAI's."""
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        origin = request.headers.get("Origin")
-        try:
-            if origin and request.method == "OPTIONS" and _PREFLIGHT in request.headers:
-                request[CLIENT] = ""  # needs no key, as in vLLM
-                return await preflight(request)
-            client = keys.client_of(request.path, request.headers)
-            if client is None:
-                words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
-                raise Refusal(401, words, kind="invalid_api_key")
-            request[CLIENT] = client
-            if origin:
-                request[CORS] = await merged.cors(origin)
-            bodies.check_announced(request)
-            return await handler(request)
-        except Refusal as refusal:
-            return refusal.response()
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            words = f"{request.method} {request.path}: {error.reason}"
-            if error.status == 404:
-                words += "; a route that concerns one instance is served there: "
-                words += "GET /tetri/v1/instances lists their addresses"
-            response = Refusal(error.status, words).response()
-            if "Allow" in error.headers:
-                response.headers["Allow"] = error.headers["Allow"]
-            return response
-        except ConnectionResetError:
-            return web.Response(status=499)  # the client has left and does not read it
-        except Exception:
-            _log.exception("%s %s failed", request.method, request.path)
-            return Refusal(500, "the router failed; see its log").response()
-        finally:
-            bodies.release(request)
-
-    return guard
+    async def _requests(self, _: ClientRequest) -> Response:
+        return json_response(self._scheduler.table.plain(time.monotonic()))

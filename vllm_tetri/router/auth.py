@@ -37,7 +37,6 @@ class Limits:
     bodies_bytes: float = inf  # of all requests in the router together; 503
     url_bytes: int = 4096  # path and query; 414
     headers: int = 100  # of one request; 431
-    # Another number than `url_bytes`: aiohttp's parser reports only which number is exceeded.
     header_bytes: int = 8192  # of the name of a header, or of its value; 431
     head_s: float = 10.0  # from a request's first byte to the end of its head; 408
     body_s: float = 30.0  # from there to the end of the body, more for large ones; 408
@@ -61,7 +60,7 @@ class Keys:
         needs a key, and there is none, or an unknown one."""
         if not self._digests or path in _OPEN_PATHS:
             return ""
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         presented, client = _digest(key), ""
         for number, digest in enumerate(self._digests):
             if secrets.compare_digest(presented, digest):

@@ -202,17 +202,16 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     import uvloop
 
-    from vllm_tetri.router.app import build_app
+    from vllm_tetri.router.app import App
     from vllm_tetri.router.flips import lease_of
     from vllm_tetri.router.scheduler import GlobalScheduler
-    from vllm_tetri.router.server import listening
-    from vllm_tetri.router.shared_port import SharedPort
+    from vllm_tetri.router.server import SharedPort, listening
     from vllm_tetri.router.tracing import Tracing
 
     async def serve() -> None:
         scheduler = GlobalScheduler(config)
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
-        app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
+        app, address = App(scheduler, keys=keys, limits=limits), (options.host, options.port)
         number = options.shared_port
         shared = SharedPort(number, scheduler.placer.models) if number else None
         async with listening(app, limits, address, tls, shared) as listener:

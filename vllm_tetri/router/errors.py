@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from vllm_tetri.types import InstanceId
 
@@ -54,7 +53,8 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 class Refusal(Exception):
     """A request that ends with an error of the router; `Retry-After` goes with 429 and 503.
 
-    As in vLLM's errors, `code` is the status; `kind` tells errors of one status apart."""
+    As in vLLM's errors, `code` is the status; `kind` tells errors of one status apart; `allow` are
+    the methods that a path has."""
 
     def __init__(
         self,
@@ -64,10 +64,11 @@ class Refusal(Exception):
         param: str | None = None,
         kind: str = "",
         retry_after_s: int = 1,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.kind = status, param, kind
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.allow = retry_after_s, allow
 
     def body(self) -> bytes:
         """Encode the error as the JSON that the client reads."""
@@ -88,19 +89,12 @@ class Refusal(Exception):
         """Return the headers that belong to the status and the kind of error."""
         headers = {"x-tetri-error": self.kind} if self.kind else {}
         if self.status in (429, 503):
-            headers["Retry-After"] = str(self.retry_after_s)
+            headers["retry-after"] = str(self.retry_after_s)
         if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+            headers["www-authenticate"] = "Bearer"
+        if self.allow:
+            headers["allow"] = self.allow
         return headers
-
-    def response(self, headers: dict[str, str] | None = None) -> web.Response:
-        """Build the HTTP response."""
-        return web.Response(
-            body=self.body(),
-            status=self.status,
-            headers={**(headers or {}), **self.headers()},
-            content_type="application/json",
-        )
 
 
 class NoCapacity(Refusal):

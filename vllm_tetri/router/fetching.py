@@ -16,8 +16,9 @@ from vllm_tetri.router.first_token import read_first_token
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Upstream
-from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
+from vllm_tetri.types import InstanceId, InstanceInfo
 
 # How much of a reported chain a prompt has is an estimate; a little more is tried.
 _SLACK = 1 + 1 / 16
@@ -84,13 +85,11 @@ class Fetches:
     ) -> tuple[int, bytes]:
         """Send a request of a fetch to one of its two instances; return the status and body of the
         response. Raises `InstanceFailed` or `InstanceAtLimit`."""
-        headers = {**request.headers, "X-Request-Id": fetch.transfer.rpartition("/")[2]}
+        headers = {**request.headers, "x-request-id": fetch.transfer.rpartition("/")[2]}
         response = await self._upstream.send(instance, request, body, headers, lambda: True)
         return response.status, await self._upstream.body(instance, response)
 
-    def begin(
-        self, transfer: TransferId, target: InstanceInfo, request: ApiRequest
-    ) -> Fetching | None:
+    def begin(self, entry: Entry, target: InstanceInfo, request: ApiRequest) -> Fetching | None:
         """Let an instance that computes a prompt have a prefix of it from another one; None if
         computing is cheaper, or there was none to be had lately."""
         plan = self._placer.plan_fetch(target.id, request)
@@ -103,5 +102,6 @@ class Fetches:
         num_blocks = min(found.held[plan.holder], round(plan.tokens * _SLACK)) // size
         marks = Chain(names[:num_blocks], size).marks(MAX_MARKS)
         held_tokens = found.cached.get(target.id, 0)
+        transfer = entry.new_transfer()
         fetch = Fetch(transfer, target.id, target.kv_endpoint, marks, held_tokens, plan.wait_s)
         return Fetching(self, request, holder.info, fetch)

@@ -8,7 +8,7 @@ included.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -62,7 +62,8 @@ class FirstToken:
     @property
     def shown_text(self) -> str | None:
         """The text that a stream begins with: as in vLLM's, nothing of a part of a character."""
-        return "" if _BROKEN_CHARACTER in (self.text or "") else self.text
+        text = self.text
+        return "" if text and _BROKEN_CHARACTER in text else text
 
     def with_prompt(self, ending: PrefillEnding | None) -> FirstToken:
         """Add the prompt's token ids of the last chunk's message, which are sent only once."""
@@ -70,7 +71,8 @@ class FirstToken:
         if prefilled.prompt_token_ids or ending is None or ending.digest != prefilled.digest:
             return self
         ids = ending.prompt_token_ids
-        return replace(self, prefilled=msgspec.structs.replace(prefilled, prompt_token_ids=ids))
+        prefilled = msgspec.structs.replace(prefilled, prompt_token_ids=ids)
+        return FirstToken(self.response, self.choice, prefilled, self.is_chat)
 
     def complete_response(self) -> bytes:
         """Encode the response to a request that is not streamed and ends here."""
@@ -119,15 +121,16 @@ class FirstToken:
 
     def _piece(self, is_last: bool) -> dict[str, Any]:
         get = self.choice.get
-        text, piece = self.text if is_last else self.shown_text, dict[str, Any](index=0)
-        piece |= {"delta": {"content": text}} if self.is_chat else {"text": text}
-        piece |= {"logprobs": get("logprobs")}
-        piece |= {"finish_reason": get("finish_reason") if is_last else None}
+        text = self.text if is_last else self.shown_text
+        said: dict[str, Any] = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        piece = {"index": 0, **said, "logprobs": get("logprobs")}
+        piece["finish_reason"] = get("finish_reason") if is_last else None
         if is_last or not self.is_chat:
             piece["stop_reason"] = get("stop_reason") if is_last else None
         if not self.is_chat:
             piece["prompt_token_ids"] = get("prompt_token_ids")
-        return {**piece, "token_ids": get("token_ids")}
+        piece["token_ids"] = get("token_ids")
+        return piece
 
 
 def read_first_token(body: bytes, transfer: TransferId, *, is_chat: bool) -> FirstToken | None:

@@ -6,8 +6,6 @@ from collections import deque
 from itertools import takewhile
 from typing import NamedTuple
 
-from cachetools import FIFOCache
-
 from vllm_tetri.messages import Served
 from vllm_tetri.router.table import Entry, Mark
 from vllm_tetri.types import InstanceId, RequestId
@@ -51,7 +49,7 @@ class History:
 
     def __init__(self) -> None:
         self._rows: deque[Ended] = deque(maxlen=MOST)
-        self._by_id: FIFOCache[RequestId, Ended] = FIFOCache(MOST)
+        self._by_id: dict[RequestId, Ended] = {}
         self._error_s = 0.0
 
     def record(self, entry: Entry, route: str, outcome: str, problem: str, now: float) -> Ended:
@@ -61,8 +59,11 @@ class History:
             error_s = abs(row.first_byte_s - row.arrival_s - row.expected_s)
             weight = _NEW if self._error_s else 1.0
             self._error_s += weight * (error_s - self._error_s)
-        self._rows.append(row)
-        self._by_id[row.id] = row
+        rows, by_id = self._rows, self._by_id
+        if len(rows) == rows.maxlen and by_id.get(rows[0].id) is rows[0]:
+            del by_id[rows[0].id]
+        rows.append(row)
+        by_id[row.id] = row
         return row
 
     def row(self, entry: Entry, route: str, outcome: str, problem: str, now: float) -> Ended:

@@ -126,7 +126,7 @@ class HttpClient:
             # minutes (on Linux), unless the instance stops reporting.
             async with asyncio.timeout(None) as connection.deadline:
                 await self._loop.create_connection(
-                    lambda: connection,
+                    lambda: cast(asyncio.Protocol, connection),
                     parts.hostname or "",
                     port,
                     ssl=_tls_context() if parts.scheme == "https" else None,
@@ -144,8 +144,8 @@ class HttpClient:
                 self.connections.discard(connection)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection, and the callbacks of its parser."""
+class _Connection:
+    """One connection: an `asyncio.Protocol`, and the callbacks of its parser."""
 
     def __init__(self, owner: HttpClient, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._owner, self._loop, self.url = owner, loop, url
@@ -262,6 +262,12 @@ class _Connection(asyncio.Protocol):
         if self not in self._owner.connections:
             self.drop(ConnectionLost("closed"))
 
+    def pause_writing(self) -> None:
+        """Do nothing: a request is written at once."""
+
+    def resume_writing(self) -> None:
+        """Do nothing."""
+
     def data_received(self, data: bytes) -> None:
         self._received_s = self._loop.time()
         self._num_bytes += len(data)
@@ -279,7 +285,7 @@ class _Connection(asyncio.Protocol):
             self.drop(ConnectionLost(f"the head of the response exceeds {_MAX_HEAD_BYTES} bytes"))
 
     def eof_received(self) -> None:
-        if self._response is not None and not _LENGTHS & self._response.headers.keys():
+        if self._response is not None and _LENGTHS.isdisjoint(self._response.headers):
             self._end_response(is_reusable=False)  # the response ends with the connection
         self.connection_lost(None)
 

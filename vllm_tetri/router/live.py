@@ -18,14 +18,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from aiohttp import web
-
 from vllm_tetri import __version__
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.route import apart
 from vllm_tetri.router.errors import event
 from vllm_tetri.router.history import Ended
+from vllm_tetri.router.incoming import ClientRequest
 from vllm_tetri.router.metrics import LOAD_NUMBERS, Happening
+from vllm_tetri.router.replies import Reply, Response, StreamedResponse
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.types import InstanceId, InstanceLoad
 
@@ -48,7 +48,7 @@ _TROUBLES = {
     "error": "failed",
 }
 _RATES = ("prompt_tokens_done", "kv_bytes_sent", "output_tokens_done")
-_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+_EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -145,10 +145,10 @@ class Recent:
         self.troubles.append((Happening(row.ended_s, kind, words[:_LONGEST_WORDS]), count))
 
 
-async def page(_: web.Request) -> web.Response:
+async def page(_: ClientRequest) -> Response:
     """Respond with the page, which has no data and needs no key."""
     html, headers = _page()
-    return web.Response(body=html, headers=headers)
+    return Response(html, headers=headers)
 
 
 @cache
@@ -161,11 +161,11 @@ def _page() -> tuple[bytes, dict[str, str]]:
         digest = b64encode(sha256(source).digest())
         policy += f"; {kind.decode()}-src 'sha256-{digest.decode()}'"
     headers = {
-        "Content-Type": "text/html; charset=utf-8",
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
     }
     return html, headers
 
@@ -212,22 +212,22 @@ class LiveView:
         self._seen_s = -inf  # until when requests that ended are known
         self._before: dict[InstanceId, InstanceLoad] = {}  # at `_slot`
 
-    async def serve(self, http: web.Request) -> web.StreamResponse:
+    async def serve(self, http: ClientRequest) -> Reply:
         """Stream until the client leaves, or the router ends. One that does not read gets nothing
         more, and is cut off by its connection (`Limits.stalled_s`)."""
-        response = web.StreamResponse(headers=_EVENTS)
-        await response.prepare(http)
+        response = StreamedResponse(http, 200, _EVENTS)
         loop = asyncio.get_running_loop()
         while not self._closing.is_set():
             slot = int(loop.time() / PERIOD_S + 0.01)  # timers may be early
-            await response.write(self._event_of(slot))
+            response.send(self._event_of(slot))
+            await http.connection.drain()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at((slot + 1) * PERIOD_S):
                     await self._closing.wait()
         return response
 
-    async def close(self, _: web.Application) -> None:
-        """End all streams, which would go on until the router's last deadline."""
+    def close(self) -> None:
+        """End all streams."""
         self._closing.set()
 
     def _event_of(self, slot: int) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
+from math import inf
 from typing import Any, NamedTuple, get_type_hints
 from urllib.parse import urlsplit
 
@@ -19,8 +21,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.table import Entry, RequestTable
@@ -79,6 +87,7 @@ class Metrics(Collector):
     def __init__(self, monitor: Monitor, table: RequestTable) -> None:
         self._monitor, self._table, self.happened = monitor, table, deque[Happening](maxlen=100)
         self.busy: Tally[InstanceId] = Tally()  # responses of instances that their queues are full
+        self.requests: Tally[tuple[str, str]] = Tally()  # that ended, by route and outcome
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._histogram = partial(Histogram, namespace="tetri", registry=self._registry)
@@ -94,20 +103,13 @@ class Metrics(Collector):
 
     # fmt: off
     def _declare_requests(self) -> None:
-        self.requests = self._counter(
-            "requests", "Requests that ended, by how they were served (split, whole, fallback: "
-            "by one instance after another way failed, passed: a route that is not split, none) "
-            "and how they ended (ok, error, rejected, busy, late, cancelled, poison).",
-            route=_ROUTES, outcome=_OUTCOMES)
-        ends = product(_ROUTES, _OUTCOMES)
-        self._ended = {each: self.requests.labels(*each) for each in ends}
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds",
+        self._ttft = _Seconds(
+            "tetri_time_to_first_token_seconds",
             "Seconds from a request's arrival to the first byte of its streamed response.",
-            buckets=_SECONDS)
-        self._total = self._histogram(
-            "request_seconds", "Seconds from a request's arrival to the end of its response.",
-            buckets=_SECONDS)
+            self._registry)
+        self._total = _Seconds(
+            "tetri_request_seconds",
+            "Seconds from a request's arrival to the end of its response.", self._registry)
         self.cancelled = self._counter(
             "transfers_cancelled", "KV transfers that the router cancelled.")
         self.fallbacks = self._counter(
@@ -115,10 +117,12 @@ class Metrics(Collector):
             "broke; no_decode_instance or no_transfer: the prefill instance found none, or did not "
             "hand over; ..._at_once: the first token ended a choice or a structured output.",
             reason=_REASONS)
-        self.first_tokens = self._counter(
+        hows = "early", "with_second", "last", "mismatch"
+        first_tokens = self._counter(
             "first_tokens", "First tokens from prefill, by how they reached the client: early, "
             "with_second, last (there was no second); mismatch: the decode instance continued "
-            "differently.", how=("early", "with_second", "last", "mismatch"))
+            "differently.", how=hows)
+        self.first_tokens = {how: first_tokens.labels(how) for how in hows}
         self.cached_tokens = self._counter(
             "cached_prompt_tokens", "Prompt tokens that were expected in the prefix cache of the "
             "instance that computes the prompt, or to be fetched.")
@@ -176,7 +180,7 @@ class Metrics(Collector):
 
     def record_request(self, route: str, outcome: str, entry: Entry) -> None:
         """Count a request that ends now."""
-        self._ended[route, outcome].inc()
+        self.requests[route, outcome] += 1
         self._total.observe(time.monotonic() - entry.arrival_s)
         if entry.generated and entry.first_byte_s is not None:  # it was streamed
             self._ttft.observe(entry.first_byte_s - entry.arrival_s)
@@ -208,6 +212,13 @@ class Metrics(Collector):
         gauge, counter = partial(_family, "gauge"), partial(_family, "counter")
         each_id = ("instance",)
         # fmt: off
+        yield counter("requests",
+                      "Requests that ended, by how they were served (split, whole, fallback: "
+                      "by one instance after another way failed, passed: a route that is not "
+                      "split, none) and how they ended (ok, error, rejected, busy, late, "
+                      "cancelled, poison).",
+                      {each: self.requests[each] for each in product(_ROUTES, _OUTCOMES)},
+                      ("route", "outcome"))
         yield gauge("requests_in_flight", "Requests being served.", {(): len(self._table)})
         tally = Tally((each.info.role.value, each.state.value) for each in views)
         yield gauge("instances", "Instances that this router knows, by role and state.",
@@ -237,6 +248,24 @@ class Metrics(Collector):
                 values = {(each.info.id,): getattr(each.load, field) for each in views}
                 unit = "econds" if field.endswith("_s") else ""
                 yield _family(number.kind, f"instance_{field}{unit}", number.help, values, each_id)
+
+
+class _Seconds(Collector):
+    """A histogram of what every request is observed in: the library's takes three locks."""
+
+    def __init__(self, name: str, about: str, registry: CollectorRegistry) -> None:
+        self._about = name, about
+        self._sum, self._counts = 0.0, [0] * (len(_SECONDS) + 1)
+        registry.register(self)
+
+    def observe(self, seconds: float) -> None:
+        self._sum += seconds
+        self._counts[bisect_left(_SECONDS, seconds)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = map(floatToGoString, (*_SECONDS, inf))
+        buckets = [*zip(bounds, map(float, accumulate(self._counts)), strict=True)]
+        yield HistogramMetricFamily(*self._about, buckets=buckets, sum_value=self._sum)
 
 
 def _family(

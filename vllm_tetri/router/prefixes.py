@@ -8,6 +8,7 @@ tokens are the same is an estimate, good enough for a price; what is sent is dec
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache
 
 from vllm_tetri.handover import find_named
 from vllm_tetri.policy.residency import Chain
@@ -71,18 +72,25 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._learnt = LRUCache[int, _Learnt](_MAX_NAMES, lambda each: each.share)
-        self._pending: TTLCache[str, list[Start]] = TTLCache(
-            _MAX_PENDING, _PENDING_S, getsizeof=len
-        )
+        # Two generations, since when, and the starts in the newer one.
+        self._pending: dict[str, list[Start]] = {}
+        self._older: dict[str, list[Start]] = {}
+        self._since_s, self._num_pending = time.monotonic(), 0
 
     def expect(self, entry: str, starts: list[Start]) -> None:
         """Keep the starts of a request that was sent to an instance, until its chain comes."""
-        if starts:
-            self._pending[entry] = starts
+        if not starts:
+            return
+        now, self._num_pending = time.monotonic(), self._num_pending + len(starts)
+        if now - self._since_s >= _PENDING_S or self._num_pending > _MAX_PENDING // 2:
+            is_idle = now - self._since_s >= 2 * _PENDING_S
+            self._older, self._pending = {} if is_idle else self._pending, {}
+            self._since_s, self._num_pending = now, len(starts)
+        self._pending[entry] = starts
 
     def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
         """Record the chain that an instance reports for a request that ended there."""
-        starts = find_named(vllm_name, self._pending.get)
+        starts = find_named(vllm_name, self._starts_of)
         if not starts:
             return
         num_bytes, share = starts[-1].num_bytes, _START_NAMES + len(chain.names) // len(starts)
@@ -97,6 +105,9 @@ class PrefixIndex:
             self._learnt[start.digest] = _Learnt(
                 chain, tokens, is_end, num_bytes / prompt_tokens, (instance, *others), share
             )
+
+    def _starts_of(self, entry: str) -> list[Start] | None:
+        return self._pending.get(entry) or self._older.get(entry)
 
     def find(self, starts: list[Start]) -> Known | None:
         """Return what is known of a prompt by the longest start that was seen; None if nothing."""

@@ -10,15 +10,15 @@ import logging
 import time
 from contextlib import suppress
 
-from aiohttp import web
-
 from vllm_tetri.handover import USAGE_HEADER, DecodeParams, Fetch
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.route import Event, Phase, Route
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
+from vllm_tetri.router.incoming import ClientRequest
 from vllm_tetri.router.moves import Mover
+from vllm_tetri.router.replies import Reply
 from vllm_tetri.router.request import CHAT, ApiRequest
 from vllm_tetri.router.response import HttpResponse, close_result
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
@@ -42,11 +42,11 @@ class Relay:
     metrics: none, split, whole, fallback, passed."""
 
     def __init__(
-        self, request: ApiRequest, entry: Entry, http: web.Request, scheduler: Scheduler
+        self, request: ApiRequest, entry: Entry, http: ClientRequest, scheduler: Scheduler
     ) -> None:
         self._request, self._entry = request, entry
         self._scheduler, self._metrics = scheduler, scheduler.metrics
-        self._headers = {**request.headers, "X-Request-Id": entry.id}
+        self._headers = {**request.headers, "x-request-id": entry.id}
         self.output = Output(request, entry, http, scheduler)
         self._attempts = Attempts(request, entry, scheduler)
         self._at_limit: set[InstanceId] = set()
@@ -58,7 +58,7 @@ class Relay:
         self._writer: InstanceInfo | None = None  # of what the client receives
         self.route = "none" if request.rules is None else "passed"
 
-    async def serve(self) -> web.StreamResponse:
+    async def serve(self) -> Reply:
         """Serve the request; raises `Refusal` if no instance could and the client has no byte."""
         self._mover.begin()
         try:
@@ -78,7 +78,7 @@ class Relay:
             del self._mover  # it holds `self._send`: only the garbage collector would free the two
             self._drop_transfer()
 
-    async def _try_until_served(self) -> web.StreamResponse:
+    async def _try_until_served(self) -> Reply:
         may_split = self._request.is_splittable
         while True:
             try:
@@ -118,7 +118,7 @@ class Relay:
         if has_said_so and await self._scheduler.upstream.is_alive(instance):
             raise Refusal(500, error.internal) from error
 
-    async def _attempt(self, may_split: bool) -> web.StreamResponse:
+    async def _attempt(self, may_split: bool) -> Reply:
         if (successor := self._mover.take()) is not None:
             self._writer, response = successor
             return await self.output.receive(self._writer, response)
@@ -157,10 +157,11 @@ class Relay:
             gone.add(route.prefill)
 
     # Prefill.
-    async def _prefill(self, instance: InstanceInfo, route: Route) -> web.StreamResponse:
+    async def _prefill(self, instance: InstanceInfo, route: Route) -> Reply:
         request, entry = self._request, self._entry
         transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
-        self._early = asyncio.create_task(self._decode_early(last_chunk))
+        if request.may_decode_early:
+            self._early = asyncio.create_task(self._decode_early(last_chunk))
         fetch, placer = self._begin_fetch(instance), self._scheduler.placer
         params = placer.prefill_params(transfer, entry.id, route, request, fetch)
         try:
@@ -198,7 +199,7 @@ class Relay:
 
     async def _end_at_prefill(
         self, first: FirstToken, instance: InstanceInfo, response: HttpResponse
-    ) -> web.StreamResponse:
+    ) -> Reply:
         """The first token is the last, so the prefill response is the output."""
         request = self._request
         if request.has_choices:
@@ -210,7 +211,7 @@ class Relay:
             self._entry.take_transfer()  # it was never opened
         self._drop_transfer()
         self._entry.decode = self._entry.prefill
-        self._metrics.first_tokens.labels("last").inc()
+        self._metrics.first_tokens["last"].inc()
         self._entry.begin_output()
         if request.is_streamed:
             self._entry.record_events(1)
@@ -225,7 +226,7 @@ class Relay:
     async def _decode_early(self, last_chunk: asyncio.Future[Dispatched]) -> HttpResponse | None:
         message = await last_chunk
         ending, instance = message.ending, self._scheduler.info(message.decode)
-        if ending is None or instance is None or not self._request.may_decode_early:
+        if ending is None or instance is None:
             return None
         params = DecodeParams(
             ending.transfer,
@@ -239,7 +240,7 @@ class Relay:
         body = self._request.decode_body(params, ending.prompt_token_ids, instance)
         return await self._send(instance, body)
 
-    async def _decode(self, first: FirstToken, last: Dispatched | None) -> web.StreamResponse:
+    async def _decode(self, first: FirstToken, last: Dispatched | None) -> Reply:
         """Send the decode request to where the KV is, unless it was sent early."""
         entry, prefilled = self._entry, first.prefilled
         entry.hand_over(prefilled.decode)
@@ -288,12 +289,12 @@ class Relay:
         if request.has_choices or prior is None:
             return
         is_early = first.text is not None and surely_continues(request, prior, instance)
-        self._metrics.first_tokens.labels("early" if is_early else "with_second").inc()
+        self._metrics.first_tokens["early" if is_early else "with_second"].inc()
         if is_early:
             self.output.show(first)
 
     # Resume.
-    async def _resume(self) -> web.StreamResponse:
+    async def _resume(self) -> Reply:
         """Another instance continues what the client has received."""
         received = self.output.received()
         if received.is_over:
@@ -317,9 +318,7 @@ class Relay:
             await asyncio.sleep(_PLACE_AGAIN_S)
             self._at_limit.clear()
 
-    async def _continue_there(
-        self, first: FirstToken, instance: InstanceInfo
-    ) -> web.StreamResponse:
+    async def _continue_there(self, first: FirstToken, instance: InstanceInfo) -> Reply:
         """Without a hand-over the prefill instance continues: its prefix cache has the prompt."""
         self.route = "fallback"
         prefilled, prior = first.prefilled, first.prefilled.prior_output
@@ -333,7 +332,7 @@ class Relay:
 
     async def _aggregated(
         self, instance: InstanceInfo, reason: str | None, body: bytes | None = None
-    ) -> web.StreamResponse:
+    ) -> Reply:
         """Send the request to one instance, which does both phases; without a reason if it
         continues an output, without a body the client's."""
         self._entry.send_aggregated(instance.id, reason)
@@ -345,8 +344,7 @@ class Relay:
     def _begin_fetch(self, instance: InstanceInfo) -> Fetch | None:
         if not self._request.may_fetch:
             return None
-        begin, transfer = self._scheduler.fetches.begin, self._entry.new_transfer()
-        self._fetching = begin(transfer, instance, self._request)
+        self._fetching = self._scheduler.fetches.begin(self._entry, instance, self._request)
         return self._fetching.fetch if self._fetching is not None else None
 
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:

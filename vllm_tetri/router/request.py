@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from email.utils import formatdate
 from functools import lru_cache
-from http import HTTPStatus
 from typing import Any, TypeGuard, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from vllm_tetri.handover import FIELD, Fetch, Handover, to_params
+from vllm_tetri.handover import FIELD, KEY, Fetch, Handover
 from vllm_tetri.router.errors import JSON_ERRORS, Refusal, Unreachable
 from vllm_tetri.router.prefixes import Start, starts_of
 from vllm_tetri.types import InstanceInfo
@@ -39,7 +38,7 @@ _NOT_FETCHED = {*_ENDS, "stream_options", "max_completion_tokens", "min_tokens",
 _OF_CACHE = ("cache_salt", "priority")  # what a request for a token keeps
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
 _IDS_WANTED = {"return_token_ids": True}
-_FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate",
+_FORWARDED = ("authorization", "x-vllm-priority", "x-session-id", "traceparent", "tracestate",
               "endpoint-load-metrics-format")  # fmt: skip
 LOAD_HEADER = "endpoint-load-metrics"  # of a response, if the request has the last one (ORCA)
 _BYTES_PER_TOKEN = 4
@@ -147,14 +146,14 @@ class ApiRequest:
         dropped = {"stream_options", *(_ENDS if self.has_choices else ())}
         body = {key: value for key, value in self.body.items() if key not in dropped}
         body |= {"n": 1, "ignore_eos": True} if self.has_choices else {}
-        params_sent = {**self.body.get(FIELD, {}), **to_params(params)}
+        params_sent = {**self.body.get(FIELD, {}), KEY: params}
         return msgspec.json.encode({**body, "stream": False, FIELD: params_sent})
 
     def fetch_body(self, fetch: Fetch) -> bytes:
         """Encode the request for an instance that holds a start of the prompt: what it samples is
         of no use."""
         body = {key: value for key, value in self.body.items() if key not in _NOT_FETCHED}
-        params = {**self.body.get(FIELD, {}), **to_params(fetch)}
+        params = {**self.body.get(FIELD, {}), KEY: fetch}
         body |= {"n": 1, "max_tokens": 2, "ignore_eos": True, "stream": False, FIELD: params}
         return msgspec.json.encode(body)
 
@@ -167,7 +166,7 @@ class ApiRequest:
         if fetch is None and "return_token_ids" not in self.body and self.raw:
             return self.raw.rstrip()[:-1] + b',"return_token_ids":true}'
         if fetch is not None:
-            body = {**body, FIELD: {**self.body.get(FIELD, {}), **to_params(fetch)}}
+            body = {**body, FIELD: {**self.body.get(FIELD, {}), KEY: fetch}}
         return msgspec.json.encode(body)
 
     def decode_body(
@@ -176,7 +175,7 @@ class ApiRequest:
         """Encode the decode request: the client's, with the place of its KV, and the prompt's
         token ids, so that the text is not tokenised again; with media it must be."""
         prompt_token_ids = [] if self.has_media else prompt_token_ids
-        body, carried = self.body, {**self.body.get(FIELD, {}), **to_params(params)}
+        body, carried = self.body, {**self.body.get(FIELD, {}), KEY: params}
         if self.is_recorded(instance):
             body = {**body, **_IDS_WANTED}
         if prompt_token_ids and self.path == COMPLETIONS:
@@ -214,12 +213,14 @@ def parse_request(
                 body[FIELD] = {_PROMPT_IDS: given[_PROMPT_IDS]}  # vLLM's, for clients
         raw = msgspec.json.encode(body)
     if rules is None:
-        passed = {name: headers[name] for name in _FORWARDED if name in headers}
-        passed = {"Content-Type": "application/json", **passed}
+        passed = {"content-type": "application/json"}
+        for header in _FORWARDED:
+            if (value := headers.get(header)) is not None:
+                passed[header] = value
     else:
         passed = headers_without(_NOT_FORWARDED, headers)
     media = list(_media_of(body))
-    model, name = body.get("model"), headers.get("X-Request-Id") or body.get("request_id")
+    model, name = body.get("model"), headers.get("x-request-id") or body.get("request_id")
     return ApiRequest(
         path=path,
         body=body,
@@ -370,11 +371,3 @@ def head_of(first: str, headers: Mapping[str, str]) -> bytes:
 def date_at(_: int) -> str:
     """Return the date of a second of the event loop's clock, which is now."""
     return formatdate(usegmt=True)
-
-
-def response_of(refusal: Refusal) -> bytes:
-    """Render an error as a whole response, where there is no request to respond to."""
-    first = f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}"
-    body, headers = refusal.body(), {**refusal.headers(), "Content-Type": "application/json"}
-    headers |= {"Content-Length": str(len(body)), "Connection": "close"}
-    return head_of(first, headers) + body

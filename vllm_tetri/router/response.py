@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 from vllm_tetri.router import _core
@@ -117,8 +117,7 @@ class HttpResponse:
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[bool] | None = None  # of the newest reader
         self.status, self.headers = status, headers
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        self.content_type = kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
+        self.content_type = _media_type(headers.get("content-type", ""))
 
     async def read_some(self) -> bytes:
         """Return the bytes since the last call, at least one; empty at the end. Raises
@@ -176,6 +175,9 @@ class HttpResponse:
     async def read(self) -> bytes:
         """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are
         too many."""
+        is_whole = self._connection is None and self._error is None
+        if is_whole and len(self._unread) <= _MAX_BODY_BYTES:  # as mostly
+            return await self.read_some() if self._unread else b""
         body = bytearray()
         while some := await self.read_some():
             body += some
@@ -221,6 +223,12 @@ class HttpResponse:
         if not is_more and self._error is not None:
             raise self._error
         return is_more
+
+
+@lru_cache(maxsize=256)
+def _media_type(value: str) -> str:
+    kind = value.partition(";")[0].strip().lower()
+    return kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
 
 
 def _wake(waiter: asyncio.Future[bool]) -> None:

@@ -242,6 +242,8 @@ class StreamRecord:
         return hide_ids(data, with_prompt=is_first, drops_empty=self._is_chat)
 
     def _decode_kept(self) -> None:
+        if not self._kept:
+            return
         kept, self._kept = bytes(self._kept), bytearray()
         for raw in kept.split(_END):
             if not raw.startswith(_DATA) or raw == DONE.removesuffix(_END):

@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from aiohttp import web
-
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import find_named
 from vllm_tetri.messages import CancelTransfer, Dispatched, OfRequest, Placed, Served
@@ -24,12 +22,14 @@ from vllm_tetri.router.errors import NoCapacity, Refusal, is_failure
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.history import MOST, Ended, History
+from vllm_tetri.router.incoming import ClientRequest
 from vllm_tetri.router.liveness import Liveness
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.mirrors import Mirrors
 from vllm_tetri.router.moves import Moves
 from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
+from vllm_tetri.router.replies import Reply, refused
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.retry import POISON, PoisonFilter
 from vllm_tetri.router.table import Entry, RequestTable, Shares, Trace
@@ -158,7 +158,9 @@ class GlobalScheduler:
         if not request.generates:
             return request
         try:
-            names = await self._ready_models(request.model)
+            names = self.placer.models(request.model)
+            if request.model not in names:
+                names = await self._ready_models(request.model)
             if request.rules is None:
                 request = self._with_model(request, names)
             self.poison.check(request)
@@ -169,7 +171,7 @@ class GlobalScheduler:
             raise
         return request
 
-    async def serve(self, request: ApiRequest, http: web.Request) -> web.StreamResponse:
+    async def serve(self, request: ApiRequest, http: ClientRequest) -> Reply:
         """Serve a request; raises `Refusal` if it was not begun."""
         request = await self.admit(request)
         entry = self.table.enter(
@@ -197,7 +199,7 @@ class GlobalScheduler:
             problem = str(refusal)
             if isinstance(refusal, NoCapacity) or refusal.status < 500:
                 outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
-            return refusal.response({"x-request-id": entry.id})
+            return refused(refusal, {"x-request-id": entry.id})
         except (asyncio.CancelledError, ConnectionResetError):
             is_whole = relay.output.is_complete  # clients may leave after `[DONE]`
             outcome = "ok" if is_whole else "cancelled"
@@ -236,7 +238,8 @@ class GlobalScheduler:
         """Count a request where it is sent, here and at other routers of this instance."""
         entry.expected_s = entry.expected_s or route.ttft_s
         sent = self.placer.record_sent(entry.id, request, route)
-        self.metrics.cached_tokens.inc(sent.cached_tokens)
+        if sent.cached_tokens:
+            self.metrics.cached_tokens.inc(sent.cached_tokens)
         if instance.num_routers > 1:
             self.monitor.send(instance.id, sent)
 
@@ -334,7 +337,7 @@ class GlobalScheduler:
         """Record a request that is not begun."""
         usual = "error" if refusal.status >= 500 else "rejected"
         outcome = {LATE: "late", POISON: "poison"}.get(refusal.kind, usual)
-        self.metrics.requests.labels("none", outcome).inc()
+        self.metrics.requests["none", outcome] += 1
         if outcome != usual:  # others may be thousands, instead of those that were served
             now = time.monotonic()
             entry = self.table.enter(request.request_id, now=now, is_counted=False)

@@ -9,8 +9,6 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from copy import deepcopy
 
-from aiohttp import web
-
 from vllm_tetri.router._core import FlowState
 from vllm_tetri.router.errors import (
     ABORTED,
@@ -22,6 +20,8 @@ from vllm_tetri.router.errors import (
     is_at_limit,
 )
 from vllm_tetri.router.first_token import FirstToken
+from vllm_tetri.router.incoming import ClientRequest
+from vllm_tetri.router.replies import Reply, Response, StreamedResponse
 from vllm_tetri.router.request import CHAT, LOAD_HEADER, NOT_RETURNED, ApiRequest, headers_without
 from vllm_tetri.router.response import FlowRules, HttpResponse
 from vllm_tetri.router.resume import (
@@ -31,7 +31,6 @@ from vllm_tetri.router.resume import (
     StreamRecord,
 )
 from vllm_tetri.router.retry import Scheduler
-from vllm_tetri.router.streamed import StreamedResponse
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceId, InstanceInfo
 
@@ -64,7 +63,7 @@ class Output:
     """
 
     def __init__(
-        self, request: ApiRequest, entry: Entry, http: web.Request, scheduler: Scheduler
+        self, request: ApiRequest, entry: Entry, http: ClientRequest, scheduler: Scheduler
     ) -> None:
         self._request, self._entry, self._http = request, entry, http
         self._upstream, self._placer = scheduler.upstream, scheduler.placer
@@ -80,7 +79,7 @@ class Output:
         # Events with the token of a prefill instance, which the client gets before the decode
         # instance responds, until they are sent.
         self._unsent = b""
-        self.fallback: web.Response | None = None
+        self.fallback: Response | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -97,16 +96,15 @@ class Output:
         record = self._record
         return record is not None and (record.is_plain or not self._request.wants_logprobs)
 
-    def respond(self, response: HttpResponse, body: bytes) -> web.Response:
+    def respond(self, response: HttpResponse, body: bytes) -> Response:
         """Build a response that is not streamed, with the head of an instance's."""
-        load = response.headers.get(LOAD_HEADER)
-        headers = self._headers() | ({} if load is None else {LOAD_HEADER: load})
-        kind = response.content_type
-        return web.Response(body=body, status=response.status, content_type=kind, headers=headers)
+        load, headers = response.headers.get(LOAD_HEADER), self._headers()
+        headers["content-type"] = response.content_type
+        if load is not None:
+            headers[LOAD_HEADER] = load
+        return Response(body, response.status, headers)
 
-    async def receive(
-        self, instance: InstanceInfo, sending: Awaitable[HttpResponse]
-    ) -> web.StreamResponse:
+    async def receive(self, instance: InstanceInfo, sending: Awaitable[HttpResponse]) -> Reply:
         """Pass on what an instance responds; `sending` sends the request to it. Raises
         `InstanceFailed`: the instance failed, or its response broke off; `InstanceAtLimit`: the
         instance is at its limit; `NotStored`: the wanted output is not stored there; `Refusal`: its
@@ -149,7 +147,7 @@ class Output:
 
     def _judge_proxied(
         self, instance: InstanceInfo, response: HttpResponse, body: bytes
-    ) -> web.Response:
+    ) -> Response:
         """Pass on the response to a proxied request, unless another instance may do better."""
         request, status = self._request, response.status
         if is_at_limit(status, body):
@@ -159,7 +157,7 @@ class Output:
             message = f"{request.method} {path}: no instance offers this route for its model"
             raise Refusal(404, message)
         headers = headers_without(NOT_RETURNED, response.headers) | self._headers()
-        passed = web.Response(body=body, status=status, headers=headers)
+        passed = Response(body, status, headers)
         if request.asks_for_stored and status == 404:
             self.fallback = passed if self.fallback is None else self.fallback
             raise NotStored(instance.id)
@@ -171,13 +169,13 @@ class Output:
         self._entry.begin_output()
         return passed
 
-    def break_off(self, refusal: Refusal) -> web.StreamResponse:
+    def break_off(self, refusal: Refusal) -> Reply:
         """End the stream with an error event. The connection stays open: the client's next
         request may be on its way."""
         # An error must not become a part of an event that broke off.
         return self.finish(refusal.event() if self._is_whole else b"\n\n" + refusal.event())
 
-    def finish(self, events: bytes) -> web.StreamResponse:
+    def finish(self, events: bytes) -> Reply:
         """Send the last events of a stream."""
         stream = self._begin()
         stream.send(events, is_last=True)
@@ -252,7 +250,7 @@ class Output:
         if entry.has_output and self._broken is None:
             self._broken = error, time.monotonic()
 
-    async def _relay(self, instance: InstanceInfo, response: HttpResponse) -> web.StreamResponse:
+    async def _relay(self, instance: InstanceInfo, response: HttpResponse) -> Reply:
         """Relay the stream of an instance, without what the client has received."""
         try:
             is_resumed = not self._entry.has_output
@@ -273,7 +271,8 @@ class Output:
                     if not await self._upstream.is_alive(instance):
                         raise InstanceFailed(instance.id, "its engine crashed")
                     stream.send(record.take_error())  # of the request: the client's
-                await self._http.writer.drain()
+                if self._http.connection.writing_paused:
+                    await self._http.connection.drain()
                 if self._reads_before_flow == 0:
                     await self._let_flow(response)
                 if self.is_complete:  # the rest frees the connection for another request
@@ -282,7 +281,7 @@ class Output:
                 goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
-            await stream.write_eof()
+            stream.end()
             return stream
         except (HttpError, ContinuationFailed) as error:
             lost = "connection lost: " if isinstance(error, HttpError) else ""
@@ -290,7 +289,8 @@ class Output:
             raise InstanceFailed(instance.id, f"{lost}{error}", is_suspect=is_suspect) from error
         except ContinuationMismatch as error:
             metrics, is_first = self._metrics, self._broken is None
-            (metrics.first_tokens if is_first else metrics.streams_broken).labels("mismatch").inc()
+            broken = metrics.streams_broken.labels("mismatch")
+            (metrics.first_tokens["mismatch"] if is_first else broken).inc()
             message = f"instance {instance.id} does not continue the output: {error}"
             raise Refusal(502, message) from error
 
@@ -313,7 +313,7 @@ class Output:
             stream.send(events, is_last=is_last)
             self.is_complete = is_last
         self._reads_before_flow -= 1
-        is_full, may_flow = self._http.protocol.writing_paused, self._reads_before_flow == 0
+        is_full, may_flow = self._http.connection.writing_paused, self._reads_before_flow == 0
         return not (is_full or may_flow or self.is_complete or (record and record.error))
 
     async def _let_flow(self, response: HttpResponse) -> None:
@@ -350,7 +350,7 @@ class Output:
         is_recorded = is_good and request.is_streamed and request.is_splittable
         return self._new_record(is_plain=is_plain) if is_recorded else None
 
-    def end(self) -> web.StreamResponse:
+    def end(self) -> Reply:
         """Send the end of an output that is over but for its last events."""
         assert self._record is not None
         num_tokens = self._entry.prompt_tokens or len(self._record.prompt_token_ids)
