@@ -214,14 +214,14 @@ def test_a_waiting_sequential_prompt_can_be_aborted(sequential: Scene) -> None:
 def test_outputs_that_end_here_are_learnt_and_reported(scene: Scene) -> None:
     decode = scene.decode
     assert decode.endpoint.read_load().usual_tokens == 0
-    before = decode.endpoint.lengths_store.lengths.total_tokens(THIRD, 0, End.EXPECTED)
+    before = decode.endpoint.lengths_store.lengths.total_tokens(None, 0, End.EXPECTED)
     tokens = list(range(5))
     for number in range(20):
         kv_params = DecodeParams(TransferId(""), digest_of(tokens), predicted=THIRD)
         decode.add(str(number), tokens, max_tokens=7, params=to_params(kv_params))
     decode.run_until(lambda: decode.is_at_rest)
 
-    after = decode.endpoint.lengths_store.lengths.total_tokens(THIRD, 0, End.EXPECTED)
+    after = decode.endpoint.lengths_store.lengths.total_tokens(None, 0, End.EXPECTED)
     assert after < before
     assert decode.endpoint.read_load().usual_tokens < 200
 
@@ -268,6 +268,7 @@ def ended(
         request_id="a",
         lora_request=None,
         status=status,
+        num_prompt_tokens=10,
         num_output_tokens=num_tokens,
         max_tokens=max_tokens,
         sampling_params=sampling,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from random import Random
 from statistics import fmean
 from types import SimpleNamespace
@@ -95,6 +95,18 @@ def test_shared_blocks_do_not_shut_out_who_fits_anyway() -> None:
     running = [(50, 9)] * 4  # 20 blocks if each had its own; 4 of 5 are common
     assert admission(DYNAMIC, running, used_blocks=5, total_blocks=11).admit(5, 5)
     assert not admission(DYNAMIC, running, used_blocks=5, total_blocks=9).admit(5, 5)
+
+
+def test_blocks_that_others_hold_already_are_not_needed_again() -> None:
+    """Requests with a prefix in common: 4 blocks of 5 each, of which the batch has one set."""
+    running = [(50, 9)] * 4
+    begun = partial(admission, DYNAMIC, running, total_blocks=14, used_blocks=8)
+    assert not begun().admit(50, 9)
+    found = begun()
+    assert found.admit(50, 9, shared_blocks=4)
+    assert not found.admit(
+        50, 9, shared_blocks=4
+    )  # six would grow by a block each, and four are left
 
 
 def test_reserved_blocks_are_what_is_kept_beyond_what_is_held() -> None:

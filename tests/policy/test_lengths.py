@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.types import Prediction
+from vllm_tetri.types import NUM_LENGTHS, Prediction
 
 BUCKETS = 10
 
@@ -88,6 +88,33 @@ def test_routes_have_lengths_of_their_own_once_they_had_some_outputs() -> None:
     for number in range(1000):
         lengths.observe(None, 7, str(number))
     assert len(lengths.state()["routes"]) <= 32  # type: ignore[arg-type]
+
+
+def test_a_new_route_takes_the_place_of_the_one_that_was_used_least_recently() -> None:
+    lengths = Lengths()
+    for number in range(32):
+        for _ in range(40):
+            lengths.observe(None, 500, str(number))
+    for _ in range(40):
+        lengths.observe(None, 10, "new")
+    assert lengths.total_tokens(None, 0, End.EXPECTED, "new") < 50
+    assert len(lengths.state()["routes"]) == 32  # type: ignore[arg-type]
+
+
+def test_outputs_that_a_limit_cuts_do_not_make_predictions_too_short() -> None:
+    lengths, rng, limit = Lengths(), Random(5), 400
+    sums = [0.0, 0.0]
+    for number in range(3000):
+        mean = rng.gauss(5.5, 0.7)
+        said = Prediction(tuple(sorted(exp(rng.gauss(mean, 0.9)) for _ in range(NUM_LENGTHS))))
+        whole = exp(rng.gauss(mean, 0.9))
+        actual = max(1, round(min(whole, limit)))
+        if number >= 1000:
+            sums[0] += lengths.total_tokens(said, 0, End.EXPECTED, "", limit)
+            sums[1] += actual
+        is_cut = whole > limit and lengths.total_tokens(said, 0, End.EXPECTED) > limit
+        lengths.observe(said, actual, "", limit, is_cut=is_cut)
+    assert sums[0] == pytest.approx(sums[1], rel=0.1)
 
 
 def test_a_predictor_that_is_always_off_by_a_factor_is_corrected() -> None:

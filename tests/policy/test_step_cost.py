@@ -99,6 +99,19 @@ def test_a_slope_outlives_thousands_of_steps_that_tell_none() -> None:
     )
 
 
+def test_a_gpu_whose_decodes_all_read_long_contexts_keeps_its_base() -> None:
+    """A 70B model on four H100s: what context costs is a hundred times its part on a CPU core."""
+    engine = StepCoefficients(
+        base_s=0.0176, request_s=2e-5, token_s=7e-8, prompt_s=6e-5, context_s=2e-9
+    )
+    rng = Random(4)
+    sizes = [max(1, round(rng.gauss(64, 16))) for _ in range(3000)]
+    steps = [(size, round(size * 2000 * rng.uniform(0.9, 1.1)), 0, 0.0) for size in sizes]
+    cost = learnt(steps, engine, noise=0.02).cost
+    for step in ((1, 2000, 0, 0.0), (128, 128 * 2000, 0, 0.0)):
+        assert cost.step_s(*step) == pytest.approx(engine.step_s(*step), rel=0.2)
+
+
 def test_hours_of_decodes_do_not_change_what_a_prompt_costs() -> None:
     fit = learnt([*decodes(200), *prompts(200)])
     before_s = fit.cost.prompt_s

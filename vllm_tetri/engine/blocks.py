@@ -148,6 +148,12 @@ class Pins:
             most = max(most, sum(every[each].ref_cnt == held[each] for each in held))
         return most
 
+    def num_shared(self, request: Request) -> int:
+        """Return how many of the blocks that are cached of a request are in use, of one group."""
+        found, *_ = self._cache.get_computed_blocks(request)
+        groups = [found.blocks[index] for index in self._blocks.growing]
+        return max((sum(each.ref_cnt > 0 for each in group) for group in groups), default=0)
+
     def hold(self, request: Request) -> int:
         """Keep what is cached of a request that waits, and return how many tokens that are."""
         found, num_tokens, *_ = self._cache.get_computed_blocks(request)

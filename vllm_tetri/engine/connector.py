@@ -8,6 +8,7 @@ owns a `KVWorker`. With one worker in the engine process both halves exist there
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,8 +217,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             return None, False
         endpoint.scheduler.pins.ask(request.request_id)
         missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
-        is_ours = is_dummy(request.request_id)
-        is_admitted = is_ours or endpoint.scheduler.gate.admit(request, missing_tokens)
+        is_ours, scheduler = is_dummy(request.request_id), endpoint.scheduler
+        count_shared = partial(scheduler.pins.num_shared, request) if num_computed_tokens else int
+        is_admitted = is_ours or scheduler.gate.admit(request, missing_tokens, count_shared)
         return (num_tokens if is_admitted else None), is_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:

@@ -339,9 +339,14 @@ class LengthsStore:
 
     def learn(self, request: Request) -> None:
         """Learn the output length of an ended request, if it tells one."""
-        if tells_length(request, self.outputs):
+        is_cut = not tells_length(request, self.outputs)
+        capped = RequestStatus.FINISHED_LENGTH_CAPPED
+        if not is_cut or (request.status is capped and has_length(request)):
             predicted = self.outputs.predict(request.request_id)
-            self.lengths.observe(predicted, request.num_output_tokens, route_of(request))
+            most_tokens, num_tokens = self.outputs.most_tokens(request), request.num_output_tokens
+            self.lengths.observe(
+                predicted, num_tokens, route_of(request), most_tokens, is_cut=is_cut
+            )
             self._is_dirty = True
             if (now := time.monotonic()) - self._saved_s >= SAVE_PERIOD_S:
                 self._saved_s = now

@@ -80,6 +80,7 @@ class Admission:
         self._total_blocks = total_blocks
         self._used_blocks = 0
         self._shared_blocks = 0  # below 0: held by others than the batch
+        self._given_blocks = 0  # that the request which would enter need not be given
         self._batch: list[Held] = []  # the last to end first
         self._expected_tokens = self._actual_tokens = _CREDIT_TOKENS
 
@@ -92,14 +93,16 @@ class Admission:
         self._batch = sorted(running, key=_by_end)
         self._shared_blocks = self._held_blocks - self._used_blocks
 
-    def admit(self, tokens: int, remaining_tokens: int) -> bool:
+    def admit(self, tokens: int, remaining_tokens: int, shared_blocks: int = 0) -> bool:
         """Whether the next held request may enter now; if so it counts as running. It needs KV of
-        `tokens` at entry."""
+        `tokens` at entry, of which others hold `shared_blocks`."""
+        self._given_blocks = shared_blocks
         # In an empty batch vLLM checks whether it fits now.
         if self._batch and self.trust and not self.policy.fits(self, tokens, remaining_tokens):
             return False
         insort(self._batch, (tokens, remaining_tokens), key=_by_end)
-        self._used_blocks += -(-tokens // self._size)
+        self._used_blocks += -(-tokens // self._size) - shared_blocks
+        self._shared_blocks += shared_blocks
         return True
 
     def finished(self, expected_tokens: int, actual_tokens: int) -> None:
@@ -136,10 +139,11 @@ class Admission:
     def holds_until_ends(self, tokens: int, remaining_tokens: int) -> bool:
         """Whether the batch and a request that enters fit just before every end up to its own."""
         # Blocks that several requests share count once for each when they come back.
-        if self._shared_blocks > 0 and self.holds_all(tokens, remaining_tokens):
+        has_shared = self._shared_blocks + self._given_blocks > 0
+        if has_shared and self.holds_all(tokens, remaining_tokens):
             return True
         free_blocks = self._free_blocks(tokens)
-        used_blocks = self._used_blocks + -(-tokens // self._size)
+        used_blocks = self._used_blocks - (-tokens // self._size) - self._given_blocks
         limit_blocks = used_blocks + free_blocks + min(0, self._shared_blocks)
         batch = sorted([*self._batch, (tokens, remaining_tokens)], key=_by_end)
         return free_blocks >= 0 and not any(self._peaks(batch, limit_blocks, remaining_tokens))
@@ -147,6 +151,7 @@ class Admission:
     def _free_blocks(self, tokens: int) -> int:
         """Blocks that are free once a request has those of its `tokens`."""
         free_blocks = self._total_blocks - self._used_blocks + -tokens // self._size
+        free_blocks += self._given_blocks
         return int(min(free_blocks / self.trust, _ANY_BLOCKS))
 
     @property
@@ -294,16 +299,25 @@ class DecodeGate:
     def _place_of(self, request: RequestView) -> float:
         return self.places.get(request.request_id, 0.0)
 
-    def admit(self, request: RequestView, missing_tokens: int) -> bool:
+    def admit(
+        self,
+        request: RequestView,
+        missing_tokens: int,
+        count_shared: Callable[[], int] = int,  # int() is 0
+    ) -> bool:
         """Whether the next request may enter now. Its `missing_tokens` are neither computed nor
-        loaded, except for the one from which the next token is sampled."""
+        loaded, except for the one from which the next token is sampled. `count_shared` says how
+        many of its blocks others hold; it is asked only if that may let the request in."""
         if self.is_shut:
             return False
         if self._read_running is not None:
             self._take_snapshot(self._read_running)
         self._missing_tokens += missing_tokens
         remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
-        self.is_shut = not self.admission.admit(request.num_tokens - 1, remaining_tokens)
+        tokens, admission = request.num_tokens - 1, self.admission
+        self.is_shut = not admission.admit(tokens, remaining_tokens)
+        if self.is_shut and (shared_blocks := count_shared()):
+            self.is_shut = not admission.admit(tokens, remaining_tokens, shared_blocks)
         if not self.is_shut:
             self._entered_tokens += self._expected.pop(request.request_id, 0)
         return not self.is_shut

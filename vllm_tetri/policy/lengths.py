@@ -5,7 +5,8 @@ here and corrects them (docs/policies.md).
 
 - A line from the logarithms of predicted means to those of lengths tells what a mean is worth, and
   how far the mean of outputs is off it: where a predictor knows nothing the line is flat. All
-  lengths of a prediction are scaled by that.
+  lengths of a prediction are scaled by that. Outputs that the client's limit cut count as
+  well, and what was predicted up to that limit: else only the short ones would.
 - The lengths at both ends are moved after every output, so that `_OUTSIDE` of the outputs are
   below the lower one and as many above the upper one, whatever a predictor says and however
   traffic shifts (quantile tracking: Angelopoulos et al., Conformal PID control, 2023).
@@ -63,27 +64,44 @@ class Lengths:
         self._ends = [0.0, 0.0]  # logarithms by which the lower and the upper one are moved
         self.coverage, self._num_covered = 1 - 2 * _OUTSIDE, 0
 
-    def observe(self, predicted: Prediction | None, actual_tokens: int, route: str = "") -> None:
-        """Learn from an output that ended by itself."""
+    def observe(
+        self,
+        predicted: Prediction | None,
+        actual_tokens: int,
+        route: str = "",
+        most_tokens: int = 1 << 53,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """Learn from an output that ended by itself, or that `most_tokens` cut (`is_cut`)."""
         if actual_tokens < 1:
             return
-        self._all.add(actual_tokens)
-        if route in self._routes or len(self._routes) < _MOST_ROUTES:
-            self._routes.setdefault(route, _Histogram()).add(actual_tokens)
+        if not is_cut:
+            self._all.add(actual_tokens)
+            own = self._routes.pop(route, None) or _Histogram()
+            own.add(actual_tokens)
+            self._routes[route] = own  # the last: adapters come and go
+            if len(self._routes) > _MOST_ROUTES:
+                del self._routes[next(iter(self._routes))]
         if predicted is None or len(predicted.lengths) == 1:
             return
-        lower, upper = self._between(lengths := predicted.lengths)
-        outside = actual_tokens < lower, actual_tokens > upper
-        self._num_covered = min(self._num_covered + 1, _MEMORY_OUTPUTS)
-        self.coverage += (1 - sum(outside) - self.coverage) / self._num_covered
-        moves = (_TRACKING * (each - _OUTSIDE) for each in outside)
-        self._ends = [_bounded(end + move) for end, move in zip(self._ends, moves, strict=True)]
+        if not is_cut:
+            self._track_ends(predicted.lengths, actual_tokens)
+        lengths = _up_to(predicted.lengths, most_tokens)
         said, was = log(sum(lengths) / NUM_LENGTHS + 1), log(actual_tokens + 1)
         by_line = self._factor(lengths) * sum(lengths) / NUM_LENGTHS / self._line[-1]
         new = 1.0, said, was, said * said, said * was, actual_tokens, by_line
         kept = 0.5 if self._sums[0] >= _FULL_OUTPUTS else 1.0
         self._sums = [kept * each + one for each, one in zip(self._sums, new, strict=True)]
         self._fit()
+
+    def _track_ends(self, lengths: tuple[float, ...], actual_tokens: int) -> None:
+        lower, upper = self._between(lengths)
+        outside = actual_tokens < lower, actual_tokens > upper
+        self._num_covered = min(self._num_covered + 1, _MEMORY_OUTPUTS)
+        self.coverage += (1 - sum(outside) - self.coverage) / self._num_covered
+        moves = [_TRACKING * (each - _OUTSIDE) for each in outside]
+        self._ends = [_bounded(end + move) for end, move in zip(self._ends, moves, strict=True)]
 
     def _fit(self) -> None:
         sums = map(add, _PRIOR_SUMS, self._sums)
@@ -129,7 +147,7 @@ class Lengths:
         """Return the expected tokens of the whole output, and the probability that it is heavy, of
         the outputs that had `produced_tokens` and more, all of which end at `most_tokens`."""
         if predicted is not None:
-            lengths = predicted.lengths
+            lengths = _up_to(predicted.lengths, most_tokens)
             factor, count = self._factor(lengths), len(lengths)
             first = bisect_right(lengths, produced_tokens / factor)
             if left := lengths[first:]:
@@ -190,6 +208,13 @@ def _sound(values: Any, count: int, least: float = 0.0) -> list[float]:
 
 def _bounded(shift: float) -> float:
     return max(-_MOST_SHIFT, min(_MOST_SHIFT, shift))
+
+
+def _up_to(lengths: tuple[float, ...], most_tokens: int) -> tuple[float, ...]:
+    """Return lengths as they are if outputs end at `most_tokens`."""
+    if lengths[-1] <= most_tokens:
+        return lengths
+    return tuple([min(each, float(most_tokens)) for each in lengths])
 
 
 class _Histogram:
@@ -293,7 +318,7 @@ class OutputLengths:
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than
         those, and no more than `max_tokens` and the window allow (any thread)."""
-        most_tokens = self._most_tokens(request)
+        most_tokens = self.most_tokens(request)
         if most_tokens <= produced_tokens + 1:  # as of all prompts that are handed over
             return produced_tokens + 1
         predicted, route = self.predict(request.request_id), self.route(request)
@@ -303,7 +328,8 @@ class OutputLengths:
         """Return the expected tokens of the whole output, as `total_tokens`, and the probability
         that it is heavy (any thread)."""
         predicted, route = self.predict(request.request_id), self.route(request)
-        return self.lengths.outlook(predicted, produced_tokens, route, self._most_tokens(request))
+        return self.lengths.outlook(predicted, produced_tokens, route, self.most_tokens(request))
 
-    def _most_tokens(self, request: RequestView) -> int:
+    def most_tokens(self, request: RequestView) -> int:
+        """Return the bound of an output by the client and the window."""
         return min(request.max_tokens, self.window - request.num_prompt_tokens)

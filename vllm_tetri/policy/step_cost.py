@@ -27,6 +27,7 @@ _PRODUCTS = [(i, j) for i in range(len(_PRIOR)) for j in range(i, len(_PRIOR) + 
 _ALL = [(at, one, other) for at, (one, other) in enumerate(_PRODUCTS)]
 _WITHOUT_PROMPTS = [each for each in _ALL if not {3, 4} & {*each[1:]}]
 _PRIOR_STEPS = 0.05  # weight of the prior, in steps
+_LEAST_SHARE = 1e-4  # of all columns, that one counts for where steps tell little of it
 _CONFIDENT_STEPS = 30.0
 _OUTLIER = 4.0  # a step that takes this many times what it should says nothing of the engine
 _LASTING_STEPS = 8
@@ -135,8 +136,11 @@ def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
     # How much slower or quicker than the prior the engine is, all in all.
     scale = sum(row[-1] for row in rows) / max(1e-12, sum(sum(row[:-1]) for row in rows))
     trace = max(1e-9, sum(row[index] for index, row in enumerate(rows)))
-    ridge = _PRIOR_STEPS * trace / max(1.0, decodes.count + prompts.count)
+    share = _PRIOR_STEPS / max(1.0, decodes.count + prompts.count)
     for index, row in enumerate(rows):
+        # Each by its own size: on a GPU one column may be a hundred times another, which the
+        # prior of a CPU must not outweigh.
+        ridge = share * max(row[index], _LEAST_SHARE * trace)
         row[index] += ridge
         row[-1] += ridge * scale
     active = list(range(len(rows)))
