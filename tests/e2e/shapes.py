@@ -348,6 +348,8 @@ def _wrong(name: str, change: Body, kinds: tuple[str, ...] = BOTH, status: int =
 WRONG = (
     _wrong("greedy choices", {"n": 2}),
     _wrong("n 0", {"n": 0}),
+    _wrong("stream_options text", {"stream": True, "stream_options": "abc"}),
+    _wrong("kv_transfer_params text", {"kv_transfer_params": "x"}),
     _wrong("n negative", {"n": -1}),
     _wrong("n huge", {"n": 10**6, "temperature": 1}),
     _wrong("n text", {"n": "two"}),

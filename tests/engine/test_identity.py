@@ -112,6 +112,12 @@ def test_identity_names_every_difference(tmp_path: Path) -> None:
     overridden = vllm_config(tmp_path, Role.BOTH, args={"hf_overrides": {"rms_norm_eps": 0.5}})
     other = identity_of(overridden, caches(FULL), [tensor], Shards())
     assert {key for key in one if one[key] != other[key]} == {"model"}
+    kinds = set()
+    for layers in (["0", "1"], ["0", "2"]):  # the pages are the same, and not those of one layer
+        real.cache_config.kv_cache_dtype_skip_layers = layers
+        tensors = [tensor.to(torch.bfloat16), tensor.to(torch.bfloat16), tensor, tensor]
+        kinds.add(identity_of(real, caches(FULL), tensors, Shards())["kv_full_layers"])
+    assert len(kinds) == 2
     names = {one["media"]}
     for size in (None, 100):
         real.model_config.multimodal_config = media(mm_processor_kwargs=size, media_io_kwargs={})

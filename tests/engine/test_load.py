@@ -95,6 +95,16 @@ def test_an_engine_lets_go_of_the_port_of_its_server() -> None:
         os.fstat(server.fileno())  # not another file's, which the object would close
 
 
+def test_no_other_file_is_kept_open_by_that() -> None:
+    """vLLM's workers end when the pipe to them is closed."""
+    here, there = os.pipe()
+    release_port("http://127.0.0.1:1")
+    os.close(there)
+    os.set_blocking(here, False)
+    assert os.read(here, 1) == b""
+    os.close(here)
+
+
 def test_a_request_that_ends_is_told_with_its_times(engine: Engine) -> None:
     told: list[Any] = []
     engine.endpoint.agent.publish = lambda message, **_: told.append(message)

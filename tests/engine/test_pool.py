@@ -513,6 +513,19 @@ def test_blocks_of_different_sizes_have_no_pool(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_pool_that_the_worker_cannot_have_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's configuration has one layer of each group, and may look as if it could."""
+    none = lambda *_: (0, "its layers differ")  # noqa: E731
+    monkeypatch.setattr("vllm_tetri.engine.connector.pool_places", none)
+    engine = Engine(tmp_path, Role.BOTH, kv_pool=size(8))
+    serve(engine, "a", FIRST)
+    push_out(engine)
+    assert engine.load().kv_pool_total_blocks == 0
+    engine.close()
+
+
 def test_a_size_that_is_none_is_refused() -> None:
     for text in ("8 apples", ":/tmp", "0"):
         with pytest.raises(ConfigError, match=f"--tetri-kv-pool {text}: .*is not a size"):

@@ -145,6 +145,9 @@ def test_the_role_takes_over_the_time_that_vllm_gives_requests_after_sigterm() -
     for words, drain_s in (((), DRAIN_S), (("--shutdown-timeout", "90"), 90.0)):
         namespace = parse("--role", "both", *words)
         assert (config(namespace).drain_s, namespace.shutdown_timeout) == (drain_s, 0)
+    # None of several API servers is the process that gets the signal, so vLLM itself waits.
+    namespace = parse("--role", "both", "--shutdown-timeout", "30", "--api-server-count", "2")
+    assert (config(namespace).drain_s, namespace.shutdown_timeout) == (30.0, 30)
 
 
 def test_a_kv_port_that_is_taken_is_refused_before_the_model_is_loaded(

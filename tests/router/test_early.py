@@ -24,6 +24,7 @@ from tests.router.writers import (
     continuation,
     pieces,
     prefill,
+    writer,
 )
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.router.request import parse_request
@@ -118,6 +119,22 @@ async def test_an_early_leg_that_finds_no_room_is_sent_again_with_the_token() ->
         release.set()
         assert await text_of(asking) == "".join(TEXTS)
         assert not made["d2"].calls
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_output_whose_first_token_was_lost_on_the_way_goes_on_elsewhere(path: str) -> None:
+    """The client has that token; the instance draws another one, as there is no seed."""
+    otherwise = writer(texts=("other", "x"))
+
+    async def handle(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        leg = legs(fake)[-1] if legs(fake) else None
+        is_lost = leg is not None and leg.prior_output is None
+        return await (otherwise if is_lost else continuation)(fake, request, body)
+
+    async with opened(path, is_held=False, decode=handle) as (made, release, asking):
+        release.set()
+        assert await text_of(asking) == "".join(TEXTS)
+        assert made["d2"].calls
 
 
 @pytest.mark.parametrize(

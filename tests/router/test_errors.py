@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually, metric, pair
+from vllm_tetri.router.adapters import LOAD
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.router.request import parse_request
 from vllm_tetri.types import Role
@@ -87,6 +88,16 @@ async def test_another_content_type_is_refused_as_vllm_does(kind: str) -> None:
         assert (await made.ask(headers={"Content-Type": "Application/JSON; charset=x"}))[0] == 200
 
 
+async def test_pages_of_other_origins_cannot_give_orders_without_being_asked() -> None:
+    """A browser sends this without asking first, as long as it is no JSON."""
+    plain = {"Content-Type": "text/plain", "Origin": "http://evil"}
+    async with cluster(*pair()) as made:
+        for path in ("/tetri/v1/instances/d/drain", LOAD):
+            status, answer, _ = await made.ask(path, headers=plain, force=True)
+            assert (status, answer["error"]["code"]) == (400, 400)
+        assert made.state("d") == "ready"
+
+
 async def test_no_model_among_several_is_refused() -> None:
     two = FakeInstance("x", Role.BOTH, models=("one",)), FakeInstance("y", Role.BOTH)
     async with cluster(*two) as made:
@@ -131,7 +142,7 @@ async def test_an_instances_own_complaint_reaches_the_client(
         status, answer, _ = await made.ask(max_tokens=0, stream=is_streamed)
 
         assert (status, answer["error"]["param"]) == (error, "max_tokens")
-        if where == "p" and error == 400 and not is_streamed:  # it did not begin
+        if where == "p" and error == 400:  # it did not begin
             assert await metric(made, "tetri_transfers_cancelled_total") == 0
         else:
             await eventually(lambda: made[where].cancelled)

@@ -87,6 +87,9 @@ async def test_the_prefill_leg_is_the_same_request_without_a_stream() -> None:
         {"prompt": {"wrong": 1}},
         {"prompt": []},
         {"stream": "yes", "prompt": 5},
+        {"stream": True, "stream_options": "abc"},
+        {"stream": True, "stream_options": {"include_usage": "maybe"}},
+        {"kv_transfer_params": "x"},
     ],
 )
 async def test_what_cannot_be_split_goes_to_one_instance_unchanged(body: dict[str, object]) -> None:

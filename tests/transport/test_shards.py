@@ -176,6 +176,24 @@ def test_a_device_copies_its_heads_from_parts(
     assert device.faults == []
 
 
+def test_copies_of_a_load_that_fails_are_over_when_it_says_so(shm: Backend) -> None:
+    """Its blocks may be given to another request then."""
+    full, receiver, device = model(), shm.receiver(), FakeDevice(delay_s=0.1)
+    Instance(1, "LBHNC", full=full).send(shm, receiver)
+    (tensors,) = Instance(1, "LBHNC").ranks
+    device.own(*tensors)
+    mover, slot = DeviceMover(device, tensors, BLOCKS), receiver.take("t")
+    arena = Arena(receiver.segment)
+    sources = [(slot.offset, None), (arena.num_bytes, None)]
+    with pytest.raises(ValueError, match="are not in the arena"):
+        mover.scatter(arena, sources, 0, np.asarray(TARGET[:1], dtype=np.int32), device.mark())
+    for tensor, whole in zip(tensors, full, strict=True):
+        assert torch.equal(content_of(tensor)[TARGET[:1]], whole[SOURCE][:1])
+    mover.close()
+    arena.close()
+    device.close()
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4)])
 def test_one_rank_sends_what_all_have(shm: Backend, prefill: int, decode: int) -> None:
     full = [whole[:, :1] for whole in model()]  # latents: every rank has the same

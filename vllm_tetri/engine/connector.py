@@ -141,8 +141,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             sizes = [each.kv_cache_spec.block_size for each in self._cache_config.kv_cache_groups]
             self.shape.arena = self.worker.open_arena(sum(-(-max_len // each) for each in sizes))
             layout, config = self.shape.layout, self._tetri
-            size, _ = pool_places(config, self._vllm_config, self._cache_config, layout)
-            self.worker.open_pool(size)
+            # Once for both halves: the scheduler's configuration has one layer of each group.
+            self.shape.pool = pool_places(config, self._vllm_config, self._cache_config, layout)
+            self.worker.open_pool(self.shape.pool[0])
         return self.shape
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

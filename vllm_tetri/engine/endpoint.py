@@ -27,7 +27,7 @@ from vllm_tetri.engine.identity import checkpoint_name, served_names
 from vllm_tetri.engine.load import LoadReader, release_port
 from vllm_tetri.engine.moves import MoveSide
 from vllm_tetri.engine.pacing import tile_tokens
-from vllm_tetri.engine.pool import Pool, pool_places
+from vllm_tetri.engine.pool import Pool
 from vllm_tetri.engine.prediction import (
     LengthsStore,
     Predictions,
@@ -152,8 +152,9 @@ class Endpoint(LoadReader):
             try:
                 receiver = open_with(arena_bytes=size.num_bytes, has_host_memory=arena is None)
                 break
-            except RuntimeError:
-                if arena or config.arena_bytes is not None or not size.num_bytes:
+            except RuntimeError as error:
+                is_full = "/dev/shm" in str(error)  # else the address cannot be bound
+                if arena or config.arena_bytes is not None or not (size.num_bytes and is_full):
                     raise
                 # Instances that start at the same time have taken it.
                 num_blocks = size.num_bytes // 2 // layout.block_bytes
@@ -181,7 +182,7 @@ class Endpoint(LoadReader):
 
     def _make_pool(self, shape: WorkerShape) -> Pool:
         scheduler, config, layout = self.scheduler, self.config, shape.layout
-        size, why = pool_places(config, self._vllm_config, scheduler.kv_cache_config, layout)
+        size, why = shape.pool
         if scheduler.hash_block_size != scheduler.blocks.block_tokens or self.alone:
             size, why = 0, self.alone or "it looks for prefixes of less than a block"
         if size:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import stat
 import threading
 import time
 from pathlib import Path
@@ -55,7 +57,9 @@ def release_port(url: str) -> None:
     its own engine that has just become a zombie (`launcher.serve_http`)."""
     port, nowhere = urlsplit(url).port, os.open(os.devnull, os.O_RDWR)
     for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-        # One that is no socket is an OSError.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
         with contextlib.suppress(OSError), socket(fileno=os.dup(number)) as each:
             if each.family in (AF_INET, AF_INET6) and each.getsockname()[1] == port:
                 # The number stays taken: an object that was inherited may close it.
@@ -99,11 +103,13 @@ class LoadReader:
     def __init__(self) -> None:
         own = psutil.Process()
         self._processes = [own, *filter(None, [own.parent()])]  # the API server started it
+        self._parent_pid = os.getppid()
         self._leaking_since: dict[str, float] = {}
         self._leaks: tuple[str, ...] = ()  # as last logged
 
     def read_load(self) -> InstanceLoad:
         """Return the numbers of the next load report; counters are exact at rest."""
+        self._end_without_parent()
         scheduler, store, arena = self.scheduler, self.lengths_store, self.receiver.stats()
         sends, receives, budget = self.sends, self.receives, scheduler.budget
         requests = [
@@ -137,7 +143,7 @@ class LoadReader:
             prompt_tokens_done=fit.prompt_tokens_done,
             output_tokens_done=fit.output_tokens_done,
             cost=fit.cost,
-            context_tokens=sum(each.num_computed_tokens for each in decodes),
+            context_tokens=sum(max(each.num_computed_tokens, each.num_tokens) for each in decodes),
             chunk_tokens=budget.chunk_tokens,
             next_chunk_tokens=budget.next_chunk_tokens(running, len(scheduler.waiting.lane)),
             handover_s=sends.handovers.base_s,
@@ -181,6 +187,14 @@ class LoadReader:
                 tokens += missing_tokens
                 context += context_sum(missing_tokens, each.num_prompt_tokens)
         return {"queued_prefill_tokens": tokens, "queued_context": context}
+
+    def _end_without_parent(self) -> None:
+        """End this process in order if the API server that started it was killed: no request can
+        come any more, and the router would go on sending them."""
+        if (pid := os.getppid()) != self._parent_pid:
+            self._parent_pid = pid
+            logger.error("The process that started this engine is gone, so it ends.")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -92,8 +92,6 @@ def expand_role(
     if getattr(namespace, "max_model_len", None) == -1:
         logger.warning(_OWN_WINDOW)
     config = config_of(namespace, Role(role), given_options(namespace))
-    # The middleware keeps this time, so vLLM need not wait once more.
-    namespace.shutdown_timeout = 0
     name_of(config)
     read_secret(config.secret_file)
     num_engines = getattr(namespace, "data_parallel_size", None) or 1
@@ -115,6 +113,10 @@ def expand_role(
         if (getattr(namespace, "api_server_count", None) or 1) > 1:
             logger.warning(_ONE_SERVER, namespace.api_server_count)
         namespace.api_server_count = 1
+    # The middleware keeps this time, so vLLM need not wait once more; of several API servers none
+    # is the process that gets the signal.
+    has_several = (getattr(namespace, "api_server_count", None) or 1) > 1
+    namespace.shutdown_timeout = ceil(config.drain_s) if has_several else 0
     if is_cpu():
         _arrange_cpu_workers(namespace)
     # On Ctrl-C vLLM kills its engine process at once, so this one removes its segments.

@@ -216,3 +216,4 @@ class WorkerShape(KVConnectorHandshakeMetadata):
     layout: KVLayout
     alone: str = ""  # why its KV cannot be handed over, if so
     arena: DeviceArena | None = None  # where KV arrives, if not in host memory
+    pool: tuple[int, str] = (0, "")  # blocks of the pool, and why it has none

@@ -93,10 +93,14 @@ class Scale:
     def look(
         self, demand: Mapping[Role, float] | None, counts: Mapping[Role, int], now: float
     ) -> tuple[Role, int] | None:
-        """Decide on the demand, None while that is not known or instances are about to change."""
+        """Decide on the demand, None while that is not known or instances are about to change. With
+        one request now and then it is known now and then, which ends no wait."""
+        number_of = tuple(counts[role] for role in ROLES)
+        if demand is None and self._seen[1:] == number_of:
+            return None
         wanted = None if demand is None else missing(demand, counts, self._bounds)
         number = wanted and wanted[1]
-        seen = (number, *(counts[role] for role in ROLES))
+        seen = (number, *number_of)
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         after_s = START_AFTER_S if number == 1 else DRAIN_AFTER_S

@@ -200,6 +200,8 @@ class App:
                 request.cors = await self._merged.cors(origin)
             if request.expects not in ("", CONTINUE):
                 raise Refusal(417, f"Expect: only {CONTINUE} is understood")
+            if origin and request.method == "POST" and request.path.startswith("/tetri/"):
+                _require_json(request)  # a browser asks before it sends that to another origin
             self._bodies.check_announced(request)
             return await self._routes.find(request)(request)
         except Refusal as refusal:
@@ -216,9 +218,8 @@ class App:
         """Return the handler of a route; with rules, of one that is never split."""
 
         async def relay(http: ClientRequest) -> Reply:
-            kind = http.headers.get("content-type", "").partition(";")[0].lower()
-            if rules is None and kind != "application/json":  # as vLLM judges it
-                raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
+            if rules is None:
+                _require_json(http)
             raw = await self._bodies.read(http) if rules is None or rules.has_body else b""
             path, client = http.path if rules is None else http.target, http.client
             request = parse_request(
@@ -247,6 +248,7 @@ class App:
         return json_response({"object": "list", "data": data})
 
     async def _adapter(self, http: ClientRequest) -> Reply:
+        _require_json(http)
         raw = await self._bodies.read(http)
         return await self._scheduler.adapters.order(http.path, raw, http.headers)
 
@@ -372,3 +374,9 @@ class App:
 
     async def _requests(self, _: ClientRequest) -> Response:
         return json_response(self._scheduler.table.plain(time.monotonic()))
+
+
+def _require_json(request: ClientRequest) -> None:
+    """Raise `Refusal` 400 for another content type, as vLLM judges it."""
+    if request.headers.get("content-type", "").partition(";")[0].lower() != "application/json":
+        raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")

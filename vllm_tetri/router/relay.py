@@ -170,14 +170,14 @@ class Relay:
             entry.take_transfer()  # no instance knows it
             raise
         body = await self._scheduler.upstream.body(instance, response)
+        if 400 <= response.status < 500:
+            entry.take_transfer()  # vLLM refused the request: no instance knows it
         if response.status != 200 and request.is_streamed:
             # vLLM reports an error of the engine as an event of a stream of status 200: the
             # same instance sends it as it does to its own clients.
             self._drop_transfer()
             return await self._aggregated(instance, route.reason)
         if response.status != 200:
-            if response.status < 500:
-                entry.take_transfer()  # vLLM refused the request: no instance knows it
             return self.output.respond(response, body)
         first = read_first_token(body, transfer, is_chat=request.path == CHAT)
         if first is None:
@@ -268,6 +268,7 @@ class Relay:
             response = await self._early if self._early is not None else None
             self._early = None  # not before: if this is cancelled, its response has an owner
             if response is not None:
+                self.output.is_unproved = True  # it was opened without the first token
                 return response
             body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
             return await self._send(instance, body)

@@ -208,8 +208,11 @@ def parse_request(
     holders = [each for each in (body, body.get("vllm_xargs"), extra) if isinstance(each, dict)]
     if any(FIELD in each for each in holders):
         for each in holders:
-            given = each.pop(FIELD, None)
-            if each is body and isinstance(given, dict) and _PROMPT_IDS in given:
+            given = each.get(FIELD)
+            if each is body and not isinstance(given or {}, dict):
+                continue  # it orders nothing, and vLLM refuses it
+            each.pop(FIELD, None)
+            if each is body and given and _PROMPT_IDS in given:
                 body[FIELD] = {_PROMPT_IDS: given[_PROMPT_IDS]}  # vLLM's, for clients
         raw = msgspec.json.encode(body)
     if rules is None:
@@ -269,8 +272,15 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def _is_splittable(path: str, body: dict[str, Any], media: list[dict[str, Any]]) -> bool:
     if any(body.get(key) for key in _ONE_INSTANCE) or body.get("prompt_logprobs") == 0:
         return False
-    if body.get("stream_options") and not body.get("stream"):
-        return False  # an instance refuses it; prefill requests have no such options
+    if not isinstance(body.get(FIELD) or {}, dict):
+        return False
+    options = body.get("stream_options")
+    if options is not None:  # prefill requests have none, so an instance has to refuse wrong ones
+        if not isinstance(options, dict) or (options and not body.get("stream")):
+            return False
+        wants = options.get("include_usage"), options.get("continuous_usage_stats")
+        if not all(each is None or each in (0, 1) for each in wants):
+            return False
     if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] < 1):
         return False
     flags = body.get("stream"), body.get("return_token_ids")

@@ -80,6 +80,7 @@ class Output:
         # instance responds, until they are sent.
         self._unsent = b""
         self.fallback: Response | None = None
+        self.is_unproved = False  # the instance may not know the first token, which the client has
 
     @property
     def has_begun(self) -> bool:
@@ -288,6 +289,9 @@ class Output:
             is_suspect = self._record is None or not self._record.is_aborted
             raise InstanceFailed(instance.id, f"{lost}{error}", is_suspect=is_suspect) from error
         except ContinuationMismatch as error:
+            if self.is_unproved:  # what it was to begin with was lost: another instance is told
+                self.is_unproved, words = False, f"the first token did not reach it: {error}"
+                raise InstanceFailed(instance.id, words, is_suspect=False) from error
             metrics, is_first = self._metrics, self._broken is None
             broken = metrics.streams_broken.labels("mismatch")
             (metrics.first_tokens["mismatch"] if is_first else broken).inc()

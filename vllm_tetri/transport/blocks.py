@@ -212,16 +212,18 @@ class DeviceMover:
         if isinstance(arena, Arena):
             self._reach(arena.address, arena.num_bytes)
         events = []
-        for offset, cut in sources:
-            layout = self.layout if cut is None else cut.layout(self.layout)
-            num_bytes = len(block_ids) * layout.block_bytes
-            begin = offset + first_block * layout.block_bytes
-            if begin + num_bytes > arena.num_bytes:
-                raise ValueError(f"bytes {begin} to {begin + num_bytes} are not in the arena")
-            pages, places, sizes = places_of(layout, block_ids, arena.address + begin)
-            events.append(self.device.copy(self.stream, Copies(places, pages, sizes), after))
-        for event in events:
-            event.synchronize()
+        try:
+            for offset, cut in sources:
+                layout = self.layout if cut is None else cut.layout(self.layout)
+                num_bytes = len(block_ids) * layout.block_bytes
+                begin = offset + first_block * layout.block_bytes
+                if begin + num_bytes > arena.num_bytes:
+                    raise ValueError(f"bytes {begin} to {begin + num_bytes} are not in the arena")
+                pages, places, sizes = places_of(layout, block_ids, arena.address + begin)
+                events.append(self.device.copy(self.stream, Copies(places, pages, sizes), after))
+        finally:  # also if a later part failed: the blocks may be given to others then
+            for event in events:
+                event.synchronize()
 
     def _reach(self, address: int, num_bytes: int) -> None:
         with self._lock:

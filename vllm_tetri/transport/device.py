@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,7 +160,12 @@ class CudaDevice:
         return an event behind what it has put on the stream."""
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             stream.query()  # a thread's first call of the runtime gives it the driver's context
-            work(stream.cuda_stream)
+            try:
+                work(stream.cuda_stream)
+            except BaseException:
+                with suppress(RuntimeError):  # what it has put there has no event
+                    stream.synchronize()
+                raise
             return stream.record_event()
 
     def reserve(self, num_bytes: int) -> int:

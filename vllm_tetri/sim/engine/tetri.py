@@ -338,7 +338,7 @@ class TetriInstance(Instance):
                     # The first token comes with the KV.
                     produced = 0 if requests is self.coming else request.num_output_tokens
                     rows.append((request, produced))
-                    context_tokens += request.num_computed_tokens
+                    context_tokens += max(request.num_computed_tokens, request.num_tokens)
         outlooks = [self.lengths.outlook(each.spec.predicted, produced) for each, produced in rows]
         heavy = sum(part for _, part in outlooks)
         under_way = dict(self._shares)
