@@ -70,15 +70,17 @@ def main() -> None:
         def do_GET(self) -> None:
             ids = [path.stem for path in folder.glob("*.starts") if path.stem != "router"]
             departed = {path.stem: "" for path in folder.glob("*.departed")}
-            listed = [{"id": i, "state": "ready"} for i in ids if i not in departed]
+            gone = {*departed, *(path.stem for path in folder.glob("*.forgotten"))}
+            models = {i: "another" if i == "by-hand" else "fake-model" for i in ids}
+            listed = [{"id": i, "state": "ready", "model": models[i]} for i in ids if i not in gone]
             asked = folder / "change"
-            change = json.loads(asked.read_text()) if asked.exists() else None
+            changes = json.loads(asked.read_text()) if asked.exists() else []
             bodies = {
                 "/health": {},
                 "/tetri/v1/instances": {
                     "instances": listed,
                     "departed": departed,
-                    "change": change,
+                    "changes": changes,
                 },
                 "/v1/models": {"data": [{"id": "fake-model"}]},
             }

@@ -191,9 +191,10 @@ def test_instances_have_own_cores_or_share_all(
 
 
 def ask(up: FakeUp, drained: str | None = None) -> None:
-    """Let the router ask for a prefill instance more, or less."""
-    path = up.folder / "asked"
-    path.write_text(json.dumps({"role": "prefill", "reason": "so is the load", "drained": drained}))
+    """Let the router ask for a prefill instance more, or less, behind another model's."""
+    path, usual = up.folder / "asked", {"role": "prefill", "reason": "so is the load"}
+    other = {**usual, "model": "another", "drained": "by-hand"}
+    path.write_text(json.dumps([other, {**usual, "model": "fake-model", "drained": drained}]))
     path.rename(up.folder / "change")
 
 
@@ -217,6 +218,18 @@ def test_instances_between_bounds_start_and_drain_as_the_watcher_asks(fake_up: F
     assert "prefill-1: starts: so is the load" in output
     assert "prefill-1: drained" in output
     assert len(fake_up.starts("prefill-0")) == len(fake_up.starts("decode-0")) == 1
+    assert not (fake_up.folder / "by-hand.departed").exists()  # another model's is left alone
+
+
+def test_an_instance_that_cannot_be_started_again_holds_up_no_other(fake_up: FakeUp) -> None:
+    fake_up.ready("--prefill=1:2")
+    (fake_up.folder / "prefill-0.dies").write_text("2")
+    (fake_up.folder / "prefill-0.forgotten").touch()  # as after a minute
+    os.kill(fake_up.starts("prefill-0")[0]["pid"], signal.SIGKILL)
+    until(lambda: len(fake_up.starts("prefill-0")) >= 2, "it was tried again")
+    ask(fake_up)
+    until(lambda: fake_up.starts("prefill-1"), "the spare one was started")
+    fake_up.interrupt()
 
 
 def test_a_cluster_does_without_an_instance_more_that_cannot_be_started(fake_up: FakeUp) -> None:

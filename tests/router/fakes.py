@@ -168,6 +168,11 @@ class FakeInstance:
         self.secret: Secret | None = None
 
     async def start(self, *controls: str) -> None:
+        await self.start_http()
+        self.join(*controls)
+
+    async def start_http(self) -> None:
+        """Listen, at the same port as before."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -179,11 +184,11 @@ class FakeInstance:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        former = int(self.url.rpartition(":")[2] or 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", former)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
-        self.join(*controls)
 
     def join(self, *controls: str) -> None:
         self.agent = Agent(

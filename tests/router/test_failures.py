@@ -30,6 +30,7 @@ from tests.router.fakes import (
 from tests.router.writers import begin_stream
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.launch.machine import free_port
+from vllm_tetri.router import liveness
 from vllm_tetri.types import Role, TransferId
 
 
@@ -42,6 +43,32 @@ async def test_a_refused_connection_leads_to_another_prefill_instance() -> None:
         status, _, headers = await made.ask()
 
         assert (status, headers["x-tetri-prefill"], headers["x-tetri-decode"]) == (200, "p2", "d2")
+
+
+async def test_an_instance_whose_server_refuses_gets_no_requests_until_it_answers() -> None:
+    """Its engine goes on reporting that it has nothing to do, so it would get all of them."""
+    async with cluster(both("a"), both("b")) as made:
+        await made.report("b", queued_prefill_tokens=10_000)
+        await made["a"].stop_http()
+        assert (await made.ask())[2]["x-tetri-prefill"] == "b"
+        await eventually(lambda: made.state("a") == "starting")
+        await made["a"].start_http()
+        await eventually(lambda: made.state("a") == "ready")
+
+
+async def test_an_instance_whose_server_hangs_gets_no_further_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "IDLE_S", 0.3)
+    monkeypatch.setattr(liveness, "_TIMEOUT_S", 0.3)
+    one, other = both("a"), both("b")
+    async with cluster(one, other) as made:
+        await made.report("b", queued_prefill_tokens=10_000)
+        one.handler, one.is_healthy = hang, False
+        asking = asyncio.create_task(made.ask())
+        await eventually(lambda: made.state("a") == "starting")
+        assert (await made.ask())[2]["x-tetri-prefill"] == "b"
+        asking.cancel()
 
 
 @pytest.mark.parametrize("fault", [answer_500, hang_up])

@@ -220,10 +220,11 @@ class Membership:
             self._remove(instance)
         return gone
 
-    def mark_ready(self, info: InstanceInfo) -> None:
-        """Record that its HTTP server answered; ignored for a process that is no member."""
+    def mark_ready(self, info: InstanceInfo, *, is_ready: bool = True) -> None:
+        """Record that its HTTP server answered, or that it does not; ignored for a process that is
+        no member."""
         if self.is_known(info):
-            self._members[info.id].is_ready = True
+            self._members[info.id].is_ready = is_ready
 
     def record_adapters(self, info: InstanceInfo, adapters: dict[str, Adapter]) -> None:
         """Record which LoRA adapters it has; ignored for a process that is no member."""

@@ -154,11 +154,17 @@ class KeptCluster:
         """What a router asks for while all that was asked for is done; empty if nothing."""
         for router in self._routers:
             content = await router.get_json(_INSTANCES)
-            rows = content.get("instances", ())
+            rows, here = content.get("instances", ()), self._here  # others were started by hand
+            models = {server_name(row["id"]): row["model"] for row in rows}
             is_done = all(row["state"] == "ready" for row in rows)
-            is_here = self._here <= {row["id"] for row in rows}  # others were started by hand
-            if is_done and is_here and content.get("change"):
-                return dict(content["change"])
+            # One that cannot be started again holds up no other.
+            awaited = {each.spec.name for each in self._instances if each.is_awaited}
+            ours = {models[name] for name in here & models.keys()}
+            for change in content.get("changes", ()):
+                drained = change["drained"]
+                is_ours = change["model"] in ours and (not drained or server_name(drained) in here)
+                if is_done and is_ours and awaited <= models.keys():
+                    return dict(change)
         return {}
 
     async def _run_spare(self, keeper: Keeper) -> None:
@@ -279,6 +285,11 @@ class Keeper:
         host = f"[{at.host}]" if ":" in at.host else at.host
         scheme = "http" if self.spec.certificate is None else "https"
         return f"{scheme}://{host}:{at.port}"
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is there, or starts for the first time."""
+        return not self.has_left and (self.ready.is_set() or not self._was_ready)
 
     def facts(self) -> dict[str, Any]:
         """Facts for the ready file; the process id is the guard's, which leads the group."""

@@ -45,7 +45,7 @@ class Look:
 
     order: FlipOrder | None
     explanation: str
-    change: Change | None = None  # of the number of instances
+    changes: tuple[Change, ...] = ()  # of the numbers of instances, one for each model
 
 
 class Group:
@@ -54,7 +54,7 @@ class Group:
     def __init__(
         self, view: ClusterView, model: str, bounds: Mapping[Role, Bounds] | None = None
     ) -> None:
-        self.bounds = all_bounds(bounds)
+        self.model, self.bounds = model, all_bounds(bounds)
         self.all = [each for each in view.instances if each.info.models[0] == model]
         ready = [each for each in self.all if each.state is InstanceState.READY]
         self.ready = {role: [each for each in ready if each.info.role is role] for role in ROLES}
@@ -122,7 +122,8 @@ class Balance:
         self._flow.add(group.all, now)
         forecast = _forecast(group, self._flow)
         look = self._flip(group, forecast, now)
-        return replace(look, change=self._change(group, forecast, now))
+        change = self._change(group, forecast, now)
+        return replace(look, changes=(change,) if change is not None else ())
 
     def _change(self, group: Group, forecast: _Forecast | None, now: float) -> Change | None:
         if self._scale is None:
@@ -140,7 +141,7 @@ class Balance:
         one = None
         if number < 0:
             one = min(group.ready[role], key=attrgetter("load.running", "info.id")).info.id
-        return Change(role, f"{group}, of which the load keeps {busy} at work", one)
+        return Change(group.model, role, f"{group}, of which the load keeps {busy} at work", one)
 
     def _flip(self, group: Group, forecast: _Forecast | None, now: float) -> Look:
         wanted, self._wanted = self._wanted, None

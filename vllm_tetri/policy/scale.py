@@ -58,6 +58,7 @@ def all_bounds(given: Mapping[Role, Bounds] | None) -> dict[Role, Bounds]:
 class Change:
     """One instance more of a role, or `drained` to be drained; `reason` has the numbers."""
 
+    model: str
     role: Role
     reason: str
     drained: InstanceId | None = None

@@ -18,7 +18,7 @@ from functools import partial
 from math import inf
 
 from vllm_tetri.policy.balance import OTHER, Balance, FlipOrder, Group, Look
-from vllm_tetri.policy.scale import ROLES, Bounds
+from vllm_tetri.policy.scale import ROLES, Bounds, Change
 from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, Role
 
 ORDER_SEEN_S = 2.0  # by then a report shows an order, or it was lost
@@ -136,11 +136,11 @@ class Watcher:
         what earlier views showed is remembered."""
         models = sorted({each.info.models[0] for each in view.instances})
         self._watches = {model: self._watches.get(model) or self._new() for model in models}
-        order, change, explanations = None, None, []
+        order, changes, explanations = None, list[Change](), []
         for model, watch in self._watches.items():
             group = Group(view, model, self._bounds)
             look = watch.look(group, now)
-            change = change or look.change
+            changes += look.changes
             if look.order is not None and group.flipping:
                 look = Look(None, f"{look.explanation}, but {group.flipping[0]} is flipping")
             elif look.order is not None and now - self._ordered_s.get(model, -inf) < ORDER_SEEN_S:
@@ -149,4 +149,4 @@ class Watcher:
             if order is None and look.order is not None:
                 order = look.order
                 self._ordered_s[model] = now
-        return Look(order, "; ".join(explanations) or "no instance is there", change)
+        return Look(order, "; ".join(explanations) or "no instance is there", tuple(changes))

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role in ROLES:
         add(f"--{role}", type=bounds, metavar="N|MIN:MAX",
             help=f"{role} instances that flips must keep; with --flip balance, /tetri/v1/instances "
-            "tells which one the load needs more or less, as `change` (default: at least 1)")
+            "tells which one the load needs more or less, as `changes` (default: at least 1)")
     add("--flip-lease", metavar="FILE|kubernetes:NAME",
         help="how several routers agree which of them flips roles, the same for all: on one host a "
         "file in a folder that only you may write to, in Kubernetes a Lease object of the pod's "

@@ -104,7 +104,7 @@ class NoCapacity(Refusal):
 class InstanceFailed(Exception):
     """An instance did not respond properly; another one may. The client gets `status` if none
     does. `is_final`: a retry would only make it wait longer. `is_suspect`: the request may be why.
-    `internal`: its message with status 500."""
+    `is_mute`: its server answered nothing. `internal`: its message with status 500."""
 
     def __init__(
         self,
@@ -114,11 +114,12 @@ class InstanceFailed(Exception):
         status: int = 502,
         is_final: bool = False,
         is_suspect: bool = True,
+        is_mute: bool = False,
         internal: str = "",
     ) -> None:
         super().__init__(f"instance {instance}: {reason}")
         self.instance, self.status, self.internal = instance, status, internal
-        self.is_final, self.is_suspect = is_final, is_suspect
+        self.is_final, self.is_suspect, self.is_mute = is_final, is_suspect, is_mute
 
 
 class InstanceAtLimit(Exception):

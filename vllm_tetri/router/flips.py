@@ -154,7 +154,7 @@ class Flips:
     Without a lease, which is closed with this object, the watcher is inactive as soon as instances
     have several routers; operators may order flips at any router.
 
-    `explanation` tells operators why the watcher did what it did last, and `change` which instance
+    `explanation` tells operators why the watcher did what it did last, and `changes` which instance
     it wants more or less. `are_roles_needed` says
     whether requests are split by role: else the watcher is inactive, and any instance can take
     over from any other.
@@ -168,7 +168,7 @@ class Flips:
         self._logged: tuple[InstanceId, Role] | None = None
         self.are_roles_needed = True
         self.explanation = "off: roles change by order only"
-        self.change: Change | None = None
+        self.changes: tuple[Change, ...] = ()
         look = repeat("look of the watcher", self._look, _LOOK_S, is_on=watcher is not None)
         self._task = asyncio.get_running_loop().create_task(look)
 
@@ -216,7 +216,7 @@ class Flips:
 
     def _look(self) -> None:
         assert self._watcher is not None
-        self.change = None
+        self.changes = ()
         if not self.are_roles_needed:
             self.explanation = "inactive: requests are not split by role in this mode"
             return
@@ -225,7 +225,7 @@ class Flips:
         if lease is None:
             return
         look = self._watcher.look(view, time.monotonic())
-        self.explanation, self.change, order = look.explanation, look.change, look.order
+        self.explanation, self.changes, order = look.explanation, look.changes, look.order
         if order is None:
             return
         words = f"{order.instance} to {order.role}{' now' if order.now else ''}: {order.reason}"

@@ -180,6 +180,7 @@ def plain_cluster(
         {
             "id": each.info.id,
             "url": each.info.url,
+            "model": each.info.models[0],
             "role": each.info.role,
             "state": each.state,
             "age_s": round(each.age_s, 3),
@@ -196,7 +197,7 @@ def plain_cluster(
         "apart": list(apart(each.info for each in views).values()),
         "spared": sorted(scheduler.placer.spared),
         "watcher": scheduler.flips.explanation,
-        "change": scheduler.flips.change,
+        "changes": scheduler.flips.changes,
         "mode": scheduler.placer.mode,
     }
 

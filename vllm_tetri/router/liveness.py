@@ -22,6 +22,7 @@ _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0
 _LONG_S = 120.0  # after which an instance that does not answer is worth a line
 _TIMEOUT_S = 5.0
+IDLE_S = 10.0  # that an engine may have nothing to do while its server has requests
 _CHECKS = 24  # liveness checks per `after_s`
 # Missed checks after which resumable streams move to another instance.
 _MIGRATION_CHECKS = _CHECKS // 2
@@ -86,6 +87,7 @@ class Liveness:
         self._reports: dict[InstanceId, tuple[tuple[int, int], int]] = {}
         # Tokens that an instance has computed, and since when that number stands.
         self._progress: dict[InstanceId, tuple[int, float]] = {}
+        self._idle: dict[InstanceId, float] = {}  # since when its engine has none of its requests
         self._probes: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._crashes: dict[tuple[InstanceId, int], asyncio.Task[bool]] = {}
         look = repeat("look at silent instances", self._look, after_s / _CHECKS)
@@ -104,6 +106,22 @@ class Liveness:
         A silent instance is probed on: it may be slow to start, or the router was stopped.
         """
         shared(self._probes, (info.id, info.pid, info.url), self._probe(info))
+
+    def doubt(self, info: InstanceInfo) -> None:
+        """Use an instance no more, though its engine reports, if its server does not answer; it is
+        probed until it does."""
+        if self._monitor.members.is_ready(info):
+            shared(self._probes, (info.id, info.pid, info.url), self._doubt(info))
+
+    async def _doubt(self, info: InstanceInfo) -> None:
+        if await self._upstream.is_healthy(info.url, _TIMEOUT_S):
+            return
+        view = self._monitor.view_of(info.id)
+        if view is not None and view.state is InstanceState.READY:
+            words = "%s reports its load, but %s/health does not answer: it gets no requests until"
+            _log.warning(f"{words} that does.", info.id, info.url)
+            self._monitor.members.mark_ready(info, is_ready=False)
+            await self._probe(info)
 
     async def _probe(self, info: InstanceInfo) -> None:
         loop = asyncio.get_running_loop()
@@ -182,7 +200,9 @@ class Liveness:
         self._compare()
         known, self._reports = self._reports, {}
         progress, self._progress = self._progress, {}
-        now = asyncio.get_running_loop().time()
+        now, idle = asyncio.get_running_loop().time(), self._idle
+        for name in idle.keys() - known.keys():
+            del idle[name]
         for each in self._monitor.view().instances:
             name, report = each.info.id, (each.info.pid, each.seq)
             num_tokens = each.load.prompt_tokens_done + each.load.output_tokens_done
@@ -194,8 +214,13 @@ class Liveness:
             if missed == _MIGRATION_CHECKS:
                 for decode, transfer in self._table.handed_over_by(name):
                     self._monitor.send(decode, TransferLost(transfer))
-            if missed >= _MIGRATION_CHECKS and self._table.workers[name]:
+            if missed >= _MIGRATION_CHECKS:  # also what generates nothing, and counts nowhere
                 self._fail_requests(name, is_final=missed >= _CHECKS)
+            if not self._table.workers[name] or each.load.running or each.load.waiting:
+                idle.pop(name, None)
+            elif now - idle.setdefault(name, now) > IDLE_S:
+                idle[name] = now
+                self.doubt(each.info)  # requests do not come through its server
         since = self._progress.items()
         self._upstream.http.progress_s = {name: since_s for name, (_, since_s) in since}
 

@@ -139,6 +139,7 @@ class Scheduler(Protocol):
         self, entry: Entry, request: ApiRequest, route: Route, instance: InstanceInfo
     ) -> None: ...
     def record_at_limit(self, instance: InstanceId) -> None: ...
+    def doubt(self, instance: InstanceInfo) -> None: ...
     def cancel_transfer(self, entry: Entry) -> None: ...
 
 
@@ -200,6 +201,8 @@ class Attempts:
         self.num_failures += 1
         instance = self.sent_to.get(error.instance)
         self._failed[error.instance] = instance.pid if instance else 0, time.monotonic()
+        if instance is not None and error.is_mute:
+            self._instances.doubt(instance)
         if not error.is_suspect:
             self._excused.add(error.instance)
         elif instance is not None:

@@ -248,6 +248,10 @@ class GlobalScheduler:
         self.metrics.busy[instance] += 1
         self._shares.record_at_limit(instance)
 
+    def doubt(self, instance: InstanceInfo) -> None:
+        """An instance did not answer: find out whether it can be used."""
+        self._liveness.doubt(instance)
+
     def cancel_transfer(self, entry: Entry) -> None:
         """Tell instances to drop the KV transfer of a request, if it has one; all of them if no
         decode instance is known."""

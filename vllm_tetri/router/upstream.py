@@ -182,9 +182,12 @@ class Upstream:
         match error:
             case Silent():
                 reason = f"computed nothing and sent no byte within {self.http.silence_s:g} s"
-                return InstanceFailed(instance.id, reason, status=504, is_final=True)
+                return InstanceFailed(instance.id, reason, status=504, is_final=True, is_mute=True)
             case Unreachable():
-                return InstanceFailed(instance.id, str(error), status=503, is_suspect=False)
+                words = str(error)
+                return InstanceFailed(
+                    instance.id, words, status=503, is_suspect=False, is_mute=True
+                )
             case GivenUp():
                 return InstanceFailed(instance.id, str(error), status=503)
         return InstanceFailed(instance.id, f"connection lost: {error}")
