@@ -67,16 +67,25 @@ def test_what_cannot_be_shown_is_lost(monkeypatch: pytest.MonkeyPatch, is_full: 
 
 
 def test_lines_are_in_a_file_until_it_cannot_be_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     display = Display(["decode-0"], verbose=False, log_dir=tmp_path)
     display.line("decode-0", INFO + "says something")
     path = display.log_file("decode-0")
     assert path is not None
     assert path.read_text() == INFO + "says something\n"
+    path.rename(tmp_path / "decode-0.log.1")
+    display.line("decode-0", INFO + "goes on")
+    assert path.read_text() == INFO + "goes on\n"
     display.end("stopped")
     full = Display(["decode-0"], verbose=False, log_dir=tmp_path / "gone")
     for _ in range(3):
         full.line("decode-0", INFO + "goes on")
-    assert caplog.text.count("nothing is written to --log-dir any more") == 1
-    assert full.log_file("decode-0") is None
+    assert caplog.text.count("lines are lost that belong into --log-dir") == 1
+    monkeypatch.setattr("vllm_tetri.launch.display._LOG_AGAIN_S", 0.0)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setattr("time.monotonic", lambda: 1e12)
+    full.line("decode-0", INFO + "is back")
+    path = full.log_file("decode-0")
+    assert path is not None
+    assert path.read_text() == INFO + "is back\n"

@@ -52,6 +52,14 @@ async def test_an_instance_that_joins_loads_what_the_others_have() -> None:
         assert (await made.add(FakeInstance("c", Role.BOTH))).adapters == {}
 
 
+async def test_an_instance_that_joins_loads_what_was_loaded_by_a_router_that_is_gone() -> None:
+    async with cluster(*(FakeInstance(name, Role.BOTH) for name in "ac")) as made:
+        made["a"].adapters["lora-a"] = made["c"].adapters["lora-a"] = ("/a", "d")
+        made["a"].adapters["lora-b"] = ("/b", "d")  # which not all have
+        joins = await made.add(FakeInstance("b", Role.BOTH))
+        assert joins.adapters == {"lora-a": ("/a", "d")}
+
+
 async def test_orders_during_a_join_reach_the_instance_that_joins() -> None:
     async with cluster(FakeInstance("a", Role.BOTH)) as made:
         await made.ask(LOAD, **ORDER)

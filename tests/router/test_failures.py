@@ -56,6 +56,27 @@ async def test_an_instance_whose_server_refuses_gets_no_requests_until_it_answer
         await eventually(lambda: made.state("a") == "ready")
 
 
+async def test_an_instance_at_whose_address_another_one_answers_is_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster(both("a")) as made:
+        other = both("b")
+        other.url = made["a"].url
+        other.join(made.scheduler.monitor.address)
+        await eventually(lambda: "b is not used: at http://" in caplog.text)
+        assert made.state("b") == "starting"
+        await other.close()
+
+
+async def test_a_model_whose_instance_is_started_again_is_not_ready_instead_of_unknown() -> None:
+    named = {"models": ("other",)}
+    async with cluster(both("a"), FakeInstance("b", Role.BOTH, **named)) as made:
+        await made["b"].close()
+        await eventually(lambda: len(made.scheduler.monitor.view().instances) == 1)
+        assert (await made.ask(model="other"))[0] == 503
+        assert (await made.ask(model="never"))[0] == 404
+
+
 async def test_an_instance_whose_server_hangs_gets_no_further_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cachetools import FIFOCache
+from cachetools import FIFOCache, TTLCache
 from msgspec.structs import replace as replace_struct
 
 from vllm_tetri.control.view import GONE_AFTER_S
@@ -32,6 +32,7 @@ _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_FACTS = 256
 _MOST_TOKENS = 1 << 40
+_BACK_S = 600.0  # in which an instance that left may be back: weights take minutes to load
 
 
 @dataclass(slots=True)
@@ -101,6 +102,8 @@ class Membership:
         # Senders whose name another process took.
         self._replaced: FIFOCache[bytes, InstanceId] = FIFOCache(MAX_INSTANCES)
         self.departed: FIFOCache[InstanceId, str] = FIFOCache(MAX_DEPARTED)
+        # Models of instances that left, which may be on their way back.
+        self.models_gone: TTLCache[str, None] = TTLCache(MAX_INSTANCES, _BACK_S)
         self.is_mixed, self.roster = False, 0
 
     def join(self, sender: bytes, info: InstanceInfo, now: float) -> bytes | None:
@@ -205,7 +208,9 @@ class Membership:
         return True
 
     def _remove(self, instance: InstanceId) -> None:
-        self.names.pop(self._members.pop(instance).sender, None)
+        member = self._members.pop(instance)
+        self.names.pop(member.sender, None)
+        self.models_gone.update(dict.fromkeys(member.info.names))
         self.roster += 1
 
     def forgive(self, seconds: float, now: float) -> None:

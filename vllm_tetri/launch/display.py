@@ -11,8 +11,8 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -36,6 +36,8 @@ PHASES = (
 )
 _BAR = re.compile(r" (\d+/\d+) \[")  # of tqdm: so many of so many
 
+_LOG_AGAIN_S = 60.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,11 +46,12 @@ class Display:
 
     Lines of children are shown from `WARNING` up (before the cluster is ready from `ERROR` up:
     a start of vLLM warns a lot), or all of them when ``verbose``. All are appended to files in
-    `log_dir`, if there is one, as long as these can be written.
+    `log_dir`, if there is one, while these can be written, and anew if they are renamed.
     """
 
     def __init__(self, names: Sequence[str], *, verbose: bool, log_dir: Path | None = None) -> None:
-        self._log_dir, self._logs = log_dir, dict[str, TextIO]()
+        self._log_dir, self._logs = log_dir, dict[str, WatchedFileHandler]()
+        self._log_again_s = 0.0  # after files could not be written
         self._console = Console(stderr=True, highlight=False)
         self._verbose = verbose
         self._started = time.monotonic()
@@ -89,25 +92,32 @@ class Display:
             self._level[name] = logging.ERROR
         if self._verbose or self._level[name] >= self._threshold:
             self._print(name, line)
+        path = self.log_file(name)
+        if path is None or time.monotonic() < self._log_again_s:
+            return
         try:
-            if name not in self._logs and (path := self.log_file(name)) is not None:
-                self._logs[name] = path.open("a", buffering=1, errors="replace")
-            if name in self._logs:
-                self._logs[name].write(line + "\n")
+            if (log := self._logs.get(name)) is None:
+                log = self._logs[name] = WatchedFileHandler(path, errors="replace")
+            log.reopenIfNeeded()  # another program may have renamed it
+            assert log.stream is not None
+            log.stream.write(line + "\n")
+            log.stream.flush()
         except OSError as error:  # as of a full disk
             self._close_logs()
-            self.say(f"nothing is written to --log-dir any more: {error}", logging.ERROR)
+            self._log_again_s = time.monotonic() + _LOG_AGAIN_S
+            words = f"lines are lost that belong into --log-dir, for {_LOG_AGAIN_S:g} s"
+            self.say(f"{words}: {error}", logging.ERROR)
 
     def end(self, text: str) -> None:
         """Show the last message, and write to no file any more."""
         self.say(text)
         self._close_logs()
+        self._log_dir = None
 
     def _close_logs(self) -> None:
         while self._logs:
             with contextlib.suppress(OSError):
                 self._logs.popitem()[1].close()
-        self._log_dir = None
 
     def log_file(self, name: str) -> Path | None:
         """Return the file to which lines of a child are appended, if there is one."""

@@ -36,19 +36,23 @@ _MEMORY_OUTPUTS = 256
 _BETTER = 0.97  # of the histogram's error, to begin with
 
 _log = logging.getLogger(__name__)
+_unwritable = set[Path]()  # of which was warned
 T = TypeVar("T")
 
 
 def replace_file(path: Path, what: str, content: bytes) -> None:
     """Replace a file, which others may read or write at the same time. If it cannot be written,
-    that is one warning."""
+    that is one warning until it can."""
     own = path.with_suffix(f".{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         own.write_bytes(content)
         own.replace(path)
+        _unwritable.discard(path)
     except OSError as error:
-        _log.warning("%s cannot be saved: %s. Check its folder.", what, error)
+        if path not in _unwritable:
+            _log.warning("%s cannot be saved: %s. Check its folder.", what, error)
+        _unwritable.add(path)
         with suppress(OSError):
             own.unlink(missing_ok=True)
 

@@ -104,11 +104,13 @@ class Adapters:
         """Let an instance that joins load what others have, and learn what it has. Orders meanwhile
         go to those in use alone, so it gets what they changed until nothing has."""
         given: dict[str, bytes] = {}
+        async with self._turn:
+            await asyncio.gather(*map(self._learn, self._serving()))
+            missing = self._common(info).keys() - await self._learn(info) - self._loaded.keys()
         while True:
             async with self._turn:
-                if self._loaded and not given:
-                    await self._learn_all()
-                wanted = dict(self._loaded)
+                common = self._common(info).items()
+                wanted = {name: each for name, each in common if name in missing} | self._loaded
                 if wanted == given:
                     await self._learn(info)
                     return
@@ -123,6 +125,17 @@ class Adapters:
                 if status == _NO_RESPONSE:  # nor would it to the others
                     break
             given = wanted
+
+    def _common(self, info: InstanceInfo) -> dict[str, bytes]:
+        """Return orders to load what all others of a model have: maybe another router, or this one
+        before it was started again, has loaded it."""
+        others = [each.adapters for each in self._serving() if each.models == info.models]
+        first = others[0] if others else {}
+        return {
+            name: msgspec.json.encode({"lora_name": name, "lora_path": adapter.path})
+            for name, adapter in first.items()
+            if all(each.get(name) == adapter for each in others)
+        }
 
     async def look_again(self) -> None:
         """Learn what all instances have, unless that was done just now."""

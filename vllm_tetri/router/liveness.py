@@ -9,14 +9,17 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from math import inf
 
+import msgspec
+
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.handover import INSTANCE_PATH
 from vllm_tetri.messages import TransferLost
 from vllm_tetri.policy.route import apart
-from vllm_tetri.router.errors import Unreachable
+from vllm_tetri.router.errors import JSON_ERRORS, Unreachable
 from vllm_tetri.router.request import parts_of
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.router.upstream import Upstream, shared
-from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, is_loopback
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, is_loopback, server_name
 
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0
@@ -57,6 +60,10 @@ async def repeat(
             look()
         except Exception:
             _log.exception("a %s failed; the next one is in %g s", what, period_s)
+
+
+class _Named(msgspec.Struct):
+    id: str = ""
 
 
 class Liveness:
@@ -127,7 +134,13 @@ class Liveness:
         loop = asyncio.get_running_loop()
         wait_s, due_s = _FIRST_WAIT_S, loop.time() + _LONG_S
         while self._monitor.members.is_known(info):
-            if await self._upstream.is_healthy(info.url, _TIMEOUT_S):
+            if not await self._upstream.is_healthy(info.url, _TIMEOUT_S):
+                pass
+            elif other := await self._other_at(info):
+                level, due_s = logging.WARNING if due_s < inf else logging.DEBUG, inf
+                words = "%s is not used: at %s answers %s; give it a --tetri-url of its own"
+                _log.log(level, words, info.id, info.url, other)
+            else:
                 await self._welcome(info)
                 self._monitor.members.mark_ready(info)
                 _log.info("%s is ready", info.id)
@@ -141,6 +154,16 @@ class Liveness:
                 )  # fmt: skip
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def _other_at(self, info: InstanceInfo) -> str:
+        """Return the name of another instance that answers where this one should; empty if none."""
+        found = await self._upstream.ask(info.url, INSTANCE_PATH, _TIMEOUT_S)
+        try:
+            name = msgspec.json.decode(found[1], type=_Named).id if found is not None else ""
+        except JSON_ERRORS:
+            name = ""
+        is_own = not name or server_name(InstanceId(name)) == server_name(info.id)
+        return "" if is_own else name
 
     async def has_crashed(self, instance: InstanceInfo) -> bool:
         """Whether an instance that failed a request crashed or hangs.

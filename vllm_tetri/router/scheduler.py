@@ -322,7 +322,8 @@ class GlobalScheduler:
             return request
         if not names:
             raise Refusal(503, "no instance is ready; try again")
-        if any(request.model in each.info.names for each in self.monitor.view().instances):
+        is_known = any(request.model in each.info.names for each in self.monitor.view().instances)
+        if is_known or request.model in self.monitor.members.models_gone:
             raise Refusal(503, f"no instance of {request.model!r} is ready; try again")
         known = ", ".join(sorted(names))
         if request.model:
