@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +298,36 @@ def test_preempted_prefill_is_sent_again_and_right(tmp_path: Path) -> None:
 
     scheduler.connector.build_connector_meta = with_preemption
     scheduler.kv_cache_manager.reset_prefix_cache()
+    response = pair.prefilled("a")
+    assert response.transfer != "t-a"
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decoding("a", tokens, response.transfer)
+    assert pair.decode.endpoint.receives.loads_done == 1
+    pair.close()
+
+
+def test_a_prompt_that_pauses_for_long_is_sent_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind many shorter ones: its receiver would take the transfer for broken."""
+    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=5.0)
+    tokens = prompt(6 * CHUNK)
+    pair.send("a", tokens)
+    for _ in range(3):
+        pair.prefill.step()
+    scheduler = pair.prefill.scheduler
+    original = scheduler.connector.build_connector_meta
+
+    def with_pause(output: Any) -> Any:
+        scheduler.connector.build_connector_meta = original
+        paused = copy(output)
+        paused.num_scheduled_tokens = {}
+        later_s = time.monotonic() + 3.0
+        with monkeypatch.context() as patched:
+            patched.setattr("time.monotonic", lambda: later_s)
+            return original(paused)
+
+    scheduler.connector.build_connector_meta = with_pause
     response = pair.prefilled("a")
     assert response.transfer != "t-a"
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)

@@ -272,8 +272,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         must_stay, prefilled = endpoint.moves.finish(request), None
         if must_stay is None:
             must_stay, prefilled = endpoint.sends.finish(request, block_ids)
-        if endpoint.sends.has_notes:
-            self._send_notes()
+        self._send_notes()
         if prefilled is None and not moved_by:
             endpoint.scheduler.record_decoded(request)
         # Its length is told by the instance that decodes it, if there is one.

@@ -131,14 +131,16 @@ class SendSide:
         for request_id in output.preempted_req_ids or ():
             self._preempt(request_id)
         now = time.monotonic()
+        late_s = now - self._config.transfer_timeout_s / 2
         for send in list(self._sends.values()):
             if send.block_ids is not None:
                 if not (send.freeing or send.all_pushed) and now >= send.retry_at:
                     self._push(meta, meta.writes, send, send.block_ids)
             elif num_tokens := output.num_scheduled_tokens.get(send.request.request_id):
                 self._push_chunk(meta, send, num_tokens, now)
-        meta.stops, self._stops = self._stops, []
-        meta.frees, self._frees = self._frees, []
+            elif send.is_open and not send.freeing and send.pushed_s < late_s:
+                self._start_anew(send)  # it pauses, and its receiver would take it for broken
+        meta.stops, meta.frees, self._stops, self._frees = self._stops, self._frees, [], []
         meta.notes = self.take_notes()
 
     def _push_chunk(self, meta: StepMeta, send: Send, num_tokens: int, now: float) -> None:
@@ -187,6 +189,7 @@ class SendSide:
         by_layer = send.by_layer and writes is meta.tails
         writes.append(Write(request_id, runs, is_last=until is None, by_layer=by_layer))
         send.pushed_tokens, send.all_pushed = until or num_tokens, until is None
+        send.pushed_s = time.monotonic()
 
     def _choose(self, send: Send) -> bool:
         """Make sure that a decode instance is chosen; False when no instance can take it."""
@@ -267,11 +270,6 @@ class SendSide:
             held_tokens=send.held_tokens if dispatch else 0,
         )
 
-    @property
-    def has_notes(self) -> bool:
-        """Whether `take_notes` would return any."""
-        return bool(self._notes)
-
     def take_notes(self) -> list[tuple[str, bytes]]:
         """Return the (endpoint, note) pairs since the last call."""
         taken, self._notes = self._notes, []
@@ -337,7 +335,7 @@ class SendSide:
         if send.block_ids is not None:
             # Its router already knows the decode instance: that one, or none.
             if is_full and now < send.done_s + self._config.transfer_timeout_s:
-                self._restart(send, now + FULL_RETRY_S)
+                send.restart(now + FULL_RETRY_S)
             else:
                 self._free(send, lost=not is_unwanted)
             return
@@ -347,22 +345,22 @@ class SendSide:
                 send.gave_up |= send.attempt + 1 >= MAX_ATTEMPTS
                 send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
         send.dispatch = None
-        self._restart(send, now + FULL_RETRY_S)
-
-    def _restart(self, send: Send, retry_at: float) -> None:
-        send.is_open = send.all_pushed = send.is_sent = False
-        send.pushed_tokens, send.retry_at = 0, retry_at
+        send.restart(now + FULL_RETRY_S)
 
     def _preempt(self, request_id: str) -> None:
         """Start anew with a prompt that lost its blocks and will be computed again."""
         send = self._sends.get(request_id)
         if send is not None and send.block_ids is None and not send.freeing:
             if send.round:
-                self._stops.append(request_id)
-                send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
-            send.is_read, send.ready_tokens = False, 0
-            send.dispatch = None
-            self._restart(send, 0.0)
+                self._start_anew(send)
+            send.is_read, send.ready_tokens, send.dispatch = False, 0, None
+            send.restart(0.0)
+
+    def _start_anew(self, send: Send) -> None:
+        """Take a transfer back; the next chunk chooses an instance again."""
+        self._stops.append(send.request.request_id)
+        send.attempt, send.dispatch = min(send.attempt + 1, MAX_ATTEMPTS - 1), None
+        send.restart(0.0)
 
     def distrust(self, block_ids: set[int]) -> None:
         """Prepare prompts of which a load failed to be sent anew, once `compute_again` has

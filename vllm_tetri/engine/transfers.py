@@ -68,6 +68,7 @@ class Send:
     cached_tokens: int = 0  # of the prompt, in the prefix cache when it was scheduled first
     last_tokens: int = 0  # of its newest chunk
     by_layer: bool = False  # its last chunk leaves while it is computed
+    pushed_s: float = 0.0  # when it was pushed last
     retry_at: float = 0.0
     gave_up: bool = False
     refused: set[InstanceId] = field(default_factory=set)
@@ -85,6 +86,11 @@ class Send:
     def awaited_round(self) -> int | None:
         """The round of which reports count; None between two."""
         return FREED if self.freeing else self.round if self.is_open else None
+
+    def restart(self, retry_at: float) -> None:
+        """Open the transfer again at the next push, not before a time."""
+        self.is_open = self.all_pushed = self.is_sent = False
+        self.pushed_tokens, self.retry_at = 0, retry_at
 
     @property
     def is_fetch(self) -> bool:
