@@ -23,8 +23,8 @@ POLICIES = (
     "residency", "route", "spare", "step_cost", "step_tokens", "tables",
 )  # fmt: skip
 ROUTER = (
-    "connection", "http_client", "incoming", "placement", "prefixes", "replies", "request",
-    "response", "table",
+    "connection", "first_token", "http_client", "incoming", "placement", "prefixes", "relay",
+    "replies", "request", "response", "resume", "retry", "scheduler", "stream", "table", "upstream",
 )  # fmt: skip
 COMPILED = [
     *(f"vllm_tetri/policy/{name}.py" for name in POLICIES),
@@ -32,6 +32,14 @@ COMPILED = [
 ]
 # Whose types they rely on.
 TYPED = [f"vllm_tetri/{name}.py" for name in ("types", "handover", "messages")]
+SETTINGS = """
+[mypy]
+ignore_missing_imports = true
+follow_imports = silent
+[mypy-aiohttp.*,kubernetes_asyncio.*,opentelemetry.*,prometheus_client.*,torch.*,vllm.*,zmq.*]
+follow_imports = skip
+follow_imports_for_stubs = true
+"""
 BUILDING = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 
 
@@ -79,9 +87,17 @@ def compiled() -> list[Extension]:
         from mypyc.build import mypycify
     except ImportError:
         return []
-    # Of what is not compiled only names are needed, so packages need not be there.
-    words = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent", *COMPILED]
-    return mypycify(words, opt_level="2", debug_level="0", group_name="vllm_tetri.compiled")
+    # Of what is not compiled only names are needed: packages need not be there, and large ones are
+    # not read.
+    settings = ROOT / "build" / "mypyc.ini"
+    settings.parent.mkdir(exist_ok=True)
+    settings.write_text(SETTINGS)
+    return mypycify(
+        [f"--config-file={settings}", *COMPILED],
+        opt_level="2",
+        debug_level="0",
+        group_name="vllm_tetri.compiled",
+    )
 
 
 setup(

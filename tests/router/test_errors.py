@@ -170,7 +170,7 @@ async def test_instances_are_shown_in_the_documented_shape() -> None:
         answer = await made.get("/tetri/v1/instances")
         first = answer["instances"][0]
         assert set(first) == {
-            *("id", "url", "role", "state", "age_s", "seq", "in_flight", "flip"),
+            *("id", "url", "model", "role", "state", "age_s", "seq", "in_flight", "flip"),
             *LOAD_NUMBERS,
         }
         assert (first["id"], first["role"], first["state"]) == ("p", "prefill", "ready")

@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's shape, and how instances report that they failed or are full."""
+"""Errors in OpenAI's shape, how instances report that they failed or are full, and events."""
 
 from __future__ import annotations
 
@@ -34,6 +34,50 @@ ERROR_EVENT = b'data: {"error":'
 # An engine that shuts down ends its outputs with this finish reason.
 ABORTED = b'"finish_reason":"abort"'
 DONE = b"data: [DONE]\n\n"
+
+
+class SaidFunction(msgspec.Struct):
+    """What an event says of a tool call's function."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class SaidToolCall(msgspec.Struct):
+    """What an event says of a tool call."""
+
+    index: int = 0
+    function: SaidFunction | None = None
+
+
+class SaidDelta(msgspec.Struct):
+    """What an event of a chat adds to a choice."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[SaidToolCall] | None = None
+
+
+class SaidChoice(msgspec.Struct):
+    """What an event says of a choice."""
+
+    index: int = 0
+    text: str | None = None
+    delta: SaidDelta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class SaidEvent(msgspec.Struct):
+    """An event of a stream, as far as it is read."""
+
+    created: int
+    choices: list[SaidChoice]
+    prompt_token_ids: list[int] | None = None
+
+
+decode_event = msgspec.json.Decoder(SaidEvent).decode
 
 
 def event(value: object) -> bytes:

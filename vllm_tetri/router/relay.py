@@ -41,6 +41,8 @@ class Relay:
     """Serves one request. Used once, by one task. `route` says how the request was served, for
     metrics: none, split, whole, fallback, passed."""
 
+    __deletable__ = ("_mover",)  # for mypyc
+
     def __init__(
         self, request: ApiRequest, entry: Entry, http: ClientRequest, scheduler: Scheduler
     ) -> None:
@@ -264,19 +266,11 @@ class Relay:
         if sent_early != (prefilled.transfer, prefilled.decode):
             self._drop_early()
 
-        async def send() -> HttpResponse:
-            response = await self._early if self._early is not None else None
-            self._early = None  # not before: if this is cancelled, its response has an owner
-            if response is not None:
-                self.output.is_unproved = True  # it was opened without the first token
-                return response
-            body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
-            return await self._send(instance, body)
-
         wait_s, give_up_s = _FIRST_WAIT_S, time.monotonic() + DECODE_PATIENCE_S
         while True:
             try:
-                return await self.output.receive(instance, send())
+                sending = self._send_decode(params, prefilled.prompt_token_ids, instance)
+                return await self.output.receive(instance, sending)
             except InstanceAtLimit as error:  # it has the KV nevertheless, so it is asked again
                 if time.monotonic() + wait_s > give_up_s:
                     raise
@@ -284,6 +278,17 @@ class Relay:
             self._drop_early()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def _send_decode(
+        self, params: DecodeParams, prompt_token_ids: list[int], instance: InstanceInfo
+    ) -> HttpResponse:
+        response = await self._early if self._early is not None else None
+        self._early = None  # not before: if this is cancelled, its response has an owner
+        if response is not None:
+            self.output.is_unproved = True  # it was opened without the first token
+            return response
+        body = self._request.decode_body(params, prompt_token_ids, instance)
+        return await self._send(instance, body)
 
     def _show_first(self, first: FirstToken, instance: InstanceInfo) -> None:
         request, prior = self._request, first.prefilled.prior_output

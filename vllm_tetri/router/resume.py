@@ -8,13 +8,25 @@ when there are many.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from vllm_tetri.handover import DecodeParams, PriorOutput
 from vllm_tetri.router._core import hide_ids
-from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event, usage_of
+from vllm_tetri.router.errors import (
+    ABORTED,
+    DONE,
+    ERROR_EVENT,
+    JSON_ERRORS,
+    SaidChoice,
+    SaidDelta,
+    SaidFunction,
+    decode_event,
+    event,
+    usage_of,
+)
 from vllm_tetri.router.first_token import FirstToken, without_prompt
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.response import FlowRules
@@ -45,45 +57,18 @@ class ContinuationFailed(Exception):
     """A stream that should continue the received output is an error."""
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    index: int = 0
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class _Event(msgspec.Struct):
-    created: int
-    choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
-
-
-_decoder = msgspec.json.Decoder(_Event)
-
-
-class _Said(msgspec.Struct):
+class _Said:
     """What one choice has said: text, reasoning, names and arguments of tool calls, by field."""
 
-    texts: dict[str, str] = {}
-    token_ids: list[int] = []
+    __slots__ = ("texts", "token_ids")
+
+    def __init__(
+        self, texts: Mapping[str, str] | None = None, token_ids: Iterable[int] = ()
+    ) -> None:
+        self.texts, self.token_ids = dict(texts or {}), list(token_ids)
+
+    def copy(self) -> _Said:
+        return _Said(self.texts, self.token_ids)
 
     def add(self, field: str, text: str | None) -> None:
         if text:
@@ -137,6 +122,24 @@ class StreamRecord:
         self.is_aborted = self.is_complete = self.is_over = False
         self.prompt_token_ids: list[int] = []
 
+    def copy(self) -> StreamRecord:
+        """Return one that goes on by itself; the prompt's token ids are never changed."""
+        made = StreamRecord(
+            is_chat=self._is_chat, hides_ids=self._hides_ids, is_plain=self.is_plain
+        )
+        made._kept, made._rest, made._last = bytearray(self._kept), self._rest, self._last
+        made._problem, made._has_prompt, made._created = (
+            self._problem, self._has_prompt, self._created,
+        )  # fmt: skip
+        made._theirs, made._ours, made.is_caught_up = self._theirs, self._ours, self.is_caught_up
+        for index, said in self._said.items():
+            made._said[index] = said.copy()
+        made._due = {index: said.copy() for index, said in self._due.items()}
+        made.error, made.is_aborted = self.error, self.is_aborted
+        made.is_complete, made.is_over = self.is_complete, self.is_over
+        made.prompt_token_ids = self.prompt_token_ids
+        return made
+
     @property
     def token_ids(self) -> list[int]:
         """Return those of the first choice."""
@@ -155,10 +158,7 @@ class StreamRecord:
         self._rest, self._has_prompt = b"", False
         self.error, self.is_aborted = b"", False
         self.is_caught_up = not self._created  # the client has no event
-        self._due = {
-            index: _Said(dict(said.texts), list(said.token_ids))
-            for index, said in self._said.items()
-        }
+        self._due = {index: said.copy() for index, said in self._said.items()}
         self._theirs = self._ours = _CREATED % self._created
 
     def feed(self, data: bytes) -> bytes:
@@ -249,7 +249,7 @@ class StreamRecord:
             if not raw.startswith(_DATA) or raw == DONE.removesuffix(_END):
                 continue
             try:
-                found = _decoder.decode(raw.removeprefix(_DATA))
+                found = decode_event(raw.removeprefix(_DATA))
             except JSON_ERRORS as error:
                 self._problem = self._problem or f"an event is not understood: {error}"
                 continue
@@ -259,13 +259,13 @@ class StreamRecord:
             for choice in found.choices:
                 self._add(choice)
 
-    def _add(self, choice: _Choice) -> None:
-        delta, said = choice.delta or _Delta(), self._said[choice.index]
+    def _add(self, choice: SaidChoice) -> None:
+        delta, said = choice.delta or SaidDelta(), self._said[choice.index]
         text = choice.text or delta.content
         said.add(_TEXT, text)
         said.add(_REASONING, delta.reasoning)
         for call in delta.tool_calls or ():
-            function = call.function or _Function()
+            function = call.function or SaidFunction()
             said.add(_NAME % call.index, function.name)
             said.add(_ARGUMENTS % call.index, function.arguments)
         if self.is_plain and (delta.reasoning or delta.tool_calls):

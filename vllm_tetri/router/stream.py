@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
-from copy import deepcopy
 
 from vllm_tetri.router._core import FlowState
 from vllm_tetri.router.errors import (
@@ -218,8 +217,7 @@ class Output:
         and go on. Raises `ContinuationMismatch` or `ContinuationFailed` if they never will."""
         assert self._record is not None
         self._keep_flowed()
-        prompt = self._record.prompt_token_ids  # may be long, and is never changed
-        record = deepcopy(self._record, {id(prompt): prompt})
+        record = self._record.copy()
         record.begin_continuation()
         record.feed(data)
         return record.is_caught_up
