@@ -43,7 +43,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     "paper": {
         "chunk_size": 512,
-        "pad": "on",
         "push": "request",
         "dispatch_policy": "power-of-two-ratio",
         "reserve_end": End.LOWER.value,
@@ -68,7 +67,6 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     role: Role
-    pad: Literal["off", "on"] = "off"  # fill up a chunk that is not full
     reserve_end: End = End.EXPECTED  # which end of a predicted length is reserved
     drain_s: Seconds = DRAIN_S  # to finish requests after SIGTERM: vLLM's --shutdown-timeout
 

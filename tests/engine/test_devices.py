@@ -15,7 +15,6 @@ from tests.engine.pair import Pair, prompt
 from tests.transport.fake_device import FakeDevice
 from tests.transport.fake_nccl import FakeNccl
 from vllm_tetri.engine import compat, identity, roles, step, worker
-from vllm_tetri.engine.chunk_size import fit_to_chunking
 from vllm_tetri.errors import ConfigError, TransferError
 from vllm_tetri.types import Role
 
@@ -96,14 +95,6 @@ def test_only_kv_of_cpus_and_cuda_gpus_travels(
         monkeypatch.setattr(identity, "current_platform", Platform(device_name=name))
         reasons = [why for why, applies in identity.reasons_alone(real).items() if applies]
         assert [f"runs on {name}" in why for why in reasons] == [True] * is_told
-
-
-def test_ranks_that_step_together_do_not_pad(tmp_path: Path) -> None:
-    real = vllm_config(tmp_path, Role.BOTH, pad="on")
-    tetri = roles.decode_config(real.kv_transfer_config.kv_connector_extra_config[roles.CONFIG_KEY])
-    assert fit_to_chunking(tetri, real) == tetri
-    real.parallel_config.data_parallel_size = 2
-    assert fit_to_chunking(tetri, real).pad == "off"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair, prompt, random_prompt
-from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.pacing import CPU_TILE_TOKENS
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.predictor.base import Oracle
@@ -73,18 +72,6 @@ def test_decodes_go_first_beside_the_prompts_of_a_new_prefill_instance(make: Any
     assert dict(output.num_scheduled_tokens) == {"x": 1, "y": 1, "z": 1, "prompt": CHUNK}
     engine.run_until(lambda: engine.is_at_rest)
     assert [len(engine.outputs[name]) for name in ("x", "y", "z", "prompt")] == [40, 40, 40, 1]
-
-
-def test_padding_stops_with_the_role_and_none_of_it_is_seen(make: Any) -> None:
-    engine = make(Role.PREFILL, pad="on")
-    add(engine, "a", 100)
-    engine.step()
-    assert any(map(is_dummy, engine.step().num_scheduled_tokens))
-    flip(engine, Role.DECODE)
-    add(engine, "b", 100)
-    assert set(engine.step().num_scheduled_tokens) == {"b"}
-    engine.run_until(lambda: engine.is_at_rest)
-    assert set(engine.outputs) == {"a", "b"}
 
 
 def test_an_idle_engine_has_its_role_before_the_first_request(make: Any) -> None:

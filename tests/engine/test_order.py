@@ -13,9 +13,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests.engine.harness import BLOCK, Cell, Engine
 from tests.engine.pair import CHUNK, random_prompt
-from vllm_tetri.engine.chunk_size import is_dummy
-from vllm_tetri.engine.compat import PauseState, RequestStatus
-from vllm_tetri.engine.pacing import StepBudget
+from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.queue import AdapterSlots
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.policy.queue import PromptQueue
@@ -185,42 +183,6 @@ def test_few_slots_block_no_prompt_for_good(make: Any) -> None:
     assert len(engine.finished) == 10
 
 
-def test_padding_fills_the_last_chunk_and_stays_unseen(make: Any) -> None:
-    engine = make(Role.PREFILL, num_blocks=64, pad="on")
-    add(engine, "a", 70)
-    taken = steps(engine)
-    assert [sum(step.values()) for step in taken] == [CHUNK, CHUNK]
-    assert taken[1]["a"] == 70 - CHUNK
-    assert not any(is_dummy(name) for name in engine.outputs)
-    engine.step()
-    assert engine.is_at_rest
-    assert engine.endpoint.read_load().prefills_done == 0
-
-
-def test_padding_fits_into_the_window_of_the_model(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepBudget, "chunk_tokens", 500)  # as by what steps cost
-    window = {"max_model_len": 64, "max_num_batched_tokens": 512}
-    engine = make(Role.PREFILL, num_blocks=64, pad="on", chunk_size="auto", args=window)
-    add(engine, "a", 8)
-    taken = engine.step().num_scheduled_tokens
-    assert sorted(map(is_dummy, taken)) == [False, True]
-    assert max(taken.values()) < 64
-
-
-def test_padding_does_not_keep_an_instance_from_its_pause(make: Any) -> None:
-    engine = make(Role.PREFILL, num_blocks=64, pad="on")
-    add(engine, "a", 70)
-    engine.step()
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    for _ in range(3):
-        engine.step()
-    assert not engine.scheduler.finished_req_ids  # which vLLM takes for work
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    engine.run_until(lambda: "a" in engine.finished)
-
-
 def test_a_paused_prompt_keeps_the_place_of_its_adapter(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,15 +195,6 @@ def test_a_paused_prompt_keeps_the_place_of_its_adapter(
         engine.step()
     steps(engine)  # vLLM asserts that no step has two adapters
     assert set(engine.finished) >= {"1", "2"}
-
-
-def test_padding_waits_for_nothing_when_the_pool_is_full(make: Any) -> None:
-    engine = make(Role.PREFILL, num_blocks=6, pad="on")
-    add(engine, "a", 75)
-    steps(engine)
-    assert list(engine.finished) == ["a"]
-    engine.step()
-    assert engine.is_at_rest
 
 
 def test_an_instance_of_both_roles_puts_decodes_before_prompts(make: Any) -> None:

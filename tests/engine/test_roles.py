@@ -377,14 +377,14 @@ def test_the_file_has_the_keys_of_the_command_line_which_goes_before_it(
 def test_the_preset_of_the_paper_gives_way_to_other_options(tmp_path: Path) -> None:
     file = tmp_path / "tetri.yaml"
     file.write_text("preset: paper\ndispatch-policy: power-of-two\n")
-    paper = ("on", "request", "lower")
+    paper = ("request", "lower")
     for words, policy in (
         (["--tetri-preset", "paper"], "power-of-two-ratio"),
         (["--tetri-preset", "paper", "--tetri-dispatch-policy", "power-of-two"], "power-of-two"),
         (["--tetri-config", str(file)], "power-of-two"),
     ):
         made = config(parse("--role", "prefill", *words))
-        assert (made.pad, made.push, made.reserve_end) == paper
+        assert (made.push, made.reserve_end) == paper
         assert made.dispatch_policy == policy
     assert config(parse("--role", "prefill", "--tetri-preset", "none")).push == "chunk"
 
@@ -422,7 +422,7 @@ def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_field_is_an_option_or_follows_from_the_preset_or_the_role() -> None:
     others = set(TetriConfig.__struct_fields__) - set(options())
-    assert others == {"role", "pad", "reserve_end", "drain_s"}
+    assert others == {"role", "reserve_end", "drain_s"}
 
 
 def test_a_release_that_was_not_tested_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

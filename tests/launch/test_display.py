@@ -89,3 +89,4 @@ def test_lines_are_in_a_file_until_it_cannot_be_written(
     path = full.log_file("decode-0")
     assert path is not None
     assert path.read_text() == INFO + "is back\n"
+    full.end("stopped")

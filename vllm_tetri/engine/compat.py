@@ -34,7 +34,6 @@ def misfit(what: str, version: str = vllm.__version__) -> UnsupportedError:
 
 
 try:
-    from vllm import SamplingParams
     from vllm.distributed.kv_events import (
         AllBlocksCleared,
         BlockRemoved,
@@ -55,7 +54,6 @@ try:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
-    from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.attention.backends import utils as backend_utils
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -64,7 +62,6 @@ try:
         KVCacheBlock,
         get_block_hash,
         get_group_id,
-        get_request_block_hasher,
         make_block_hash_with_group_id,
     )
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -197,8 +194,6 @@ SIGNATURES = {
     "get_group_id": "key",
     "make_block_hash_with_group_id": "block_hash group_id",
     "SingleTypeKVCacheManager.get_num_skipped_tokens": "num_computed_tokens",
-    "get_request_block_hasher": "hash_block_size caching_hash_fn",
-    "get_hash_fn_by_name": "hash_fn_name",
     "UniProcExecutor._init_executor": "",
     "WorkerWrapperBase.__getattr__": "attr",  # among others load_model, which is ours then
     "KVConnectorBase_V1.__init__": "vllm_config role kv_cache_config",

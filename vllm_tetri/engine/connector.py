@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tetri.config import decode_config
-from vllm_tetri.engine.chunk_size import fit_to_chunking, is_dummy
+from vllm_tetri.engine.chunk_size import fit_to_chunking
 from vllm_tetri.engine.compat import (
     KVCacheBlocks,
     KVCacheConfig,
@@ -218,9 +218,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             return None, False
         endpoint.scheduler.pins.ask(request.request_id)
         missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
-        is_ours, scheduler = is_dummy(request.request_id), endpoint.scheduler
+        scheduler = endpoint.scheduler
         count_shared = partial(scheduler.pins.num_shared, request) if num_computed_tokens else int
-        is_admitted = is_ours or scheduler.gate.admit(request, missing_tokens, count_shared)
+        is_admitted = scheduler.gate.admit(request, missing_tokens, count_shared)
         return (num_tokens if is_admitted else None), is_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:

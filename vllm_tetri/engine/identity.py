@@ -76,6 +76,7 @@ def identity_of(
     size = {} if shards.num_heads else {"tensor_parallel": str(shards.num_ranks)}
     model, device = vllm_config.model_config, tensors[0].device.type
     vouched = os.environ.get("TETRI_WEIGHTS", "")
+    full_layers = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or []
     isa = torch.backends.cpu.get_cpu_capability() if device == "cpu" else ""
     return {
         "protocol": IDENTITY_VERSION,
@@ -89,7 +90,7 @@ def identity_of(
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": str(model.max_model_len),  # an output must not end sooner elsewhere
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "kv_full_layers": " ".join(_kept_layers(vllm_config)),
+        "kv_full_layers": " ".join(sorted(full_layers)),
         "kv_groups": "; ".join(map(_group_words, kv_cache_config.kv_cache_groups)),
         "kv_pages": "; ".join(pages),
         "attention": " ".join(sorted(_backends(vllm_config))),
@@ -98,11 +99,6 @@ def identity_of(
         "isa": isa.replace(" ", ""),
         **size,
     }
-
-
-def _kept_layers(vllm_config: VllmConfig) -> list[str]:
-    """Return which layers' KV is not in `kv_cache_dtype`: pages alone do not tell them apart."""
-    return sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or [])
 
 
 def shards_of(

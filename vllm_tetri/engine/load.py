@@ -22,7 +22,6 @@ import psutil
 
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine.blocks import Pins
-from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import KVCacheConfig, Request
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.moves import MoveSide
@@ -112,10 +111,7 @@ class LoadReader:
         self._end_without_parent()
         scheduler, store, arena = self.scheduler, self.lengths_store, self.receiver.stats()
         sends, receives, budget = self.sends, self.receives, scheduler.budget
-        requests = [
-            one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
-        ]
-        running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
+        requests, running = list(scheduler.requests.values()), list(scheduler.running)
         decodes = [each for each in requests if each.request_id not in sends]
         outlooks = [store.outputs.outlook(each, each.num_output_tokens) for each in decodes]
         heavy = sum(part for _, part in outlooks)
@@ -125,7 +121,7 @@ class LoadReader:
         reserved_blocks = scheduler.gate.admission.reserved_blocks * len(scheduler.blocks.growing)
         return InstanceLoad(
             running=len(running),
-            waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
+            waiting=scheduler.get_request_counts()[1],
             held=arena.slots,
             **self._queued(requests),
             blocks_used=self._used_blocks(),
@@ -202,10 +198,7 @@ class LoadReader:
 
     def unfinished(self, role: Role) -> str:
         """Return the work of a role that is left, in words; empty when there is none."""
-        requests = sum(
-            not is_dummy(each.request_id) and not each.is_finished()
-            for each in list(self.scheduler.requests.values())
-        )
+        requests = sum(not each.is_finished() for each in list(self.scheduler.requests.values()))
         counts = {
             Work.REQUESTS: requests,
             Work.HAND_OVERS: len(self.sends) + len(self.moves),
@@ -238,7 +231,7 @@ class LoadReader:
             "outputs that are to go on here": len(self.moves.arrivals),
             "continued requests": len(scheduler.continuations.entries),
             "predictions": len(self.predictions.entries),
-            "queued prompts": len(waiting) - len(waiting.dummies) + len(waiting.lane.started),
+            "queued prompts": len(waiting) + len(waiting.lane.started),
             "prompts without a decode instance": len(self.dispatcher.policy.held),
             "requests known to admission": max(
                 len(scheduler.gate.ends), len(scheduler.gate.places)

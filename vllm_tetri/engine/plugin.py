@@ -116,7 +116,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tetri-preset",
         choices=tuple(PRESETS),
         default=argparse.SUPPRESS,
-        help="paper: pad chunks, send KV once per request, dispatch by the lowest ratio of heavy "
+        help="paper: send KV once per request, dispatch by the lowest ratio of heavy "
         "to light decodes and reserve the lower end of a predicted length, as the paper does; "
         "other options still count (default: none)",
     )

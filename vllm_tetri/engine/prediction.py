@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_tetri.config import TetriConfig, option_of
-from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import COMPLETE, Request, RequestStatus
 from vllm_tetri.engine.states import middle_layer
 from vllm_tetri.engine.step import WorkerReport
@@ -127,7 +126,7 @@ class Predictions:
     def begin(self, request: Request) -> None:
         """Ask for the prediction of a new prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling_params
-        if self.predictor is None or is_dummy(request.request_id):
+        if self.predictor is None:
             return
         if prompt is None or sampling is None:
             return

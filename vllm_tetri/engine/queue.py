@@ -2,9 +2,8 @@
 
 Owner: the engine thread. The agent's thread reads `len`.
 
-Three lanes. *First*: requests whose prompt another instance computed, by `DecodeGate.join`, and
+Two lanes. *First*: requests whose prompt another instance computed, by `DecodeGate.join`, and
 before them those that vLLM preempted while they decoded. *Ordered*: prompts, by `policy.order`.
-*Last*: dummy requests.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
-from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
 from vllm_tetri.engine.prediction import Predictions
 from vllm_tetri.policy.admission import DecodeGate
@@ -58,7 +56,7 @@ class AdapterSlots:
 
 class PrefillQueue(RequestQueue):
     """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; while the
-    gate is shut only dummy requests are scheduled; prompts wait for `let_in` while `transfers`
+    gate is shut nothing is scheduled; prompts wait for `let_in` while `transfers`
     says that they must."""
 
     def __init__(self, lane: PromptQueue[Request], gate: DecodeGate, transfers: Transfers) -> None:
@@ -66,15 +64,12 @@ class PrefillQueue(RequestQueue):
         self.first: deque[Request] = deque()
         # Prompts that wait for their prediction, or for a prefix.
         self.held_back: dict[str, Request] = {}
-        self.dummies: deque[Request] = deque()
 
     # -- vLLM's interface -------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         name = request.request_id
-        if is_dummy(name):
-            self.dummies.append(request)
-        elif self._transfers.goes_first(request):
+        if self._transfers.goes_first(request):
             self._gate.join(self.first, request)
         elif self._transfers.must_wait(name):
             self.held_back[name] = request
@@ -94,9 +89,7 @@ class PrefillQueue(RequestQueue):
     def prepend_request(self, request: Request) -> None:
         """Put back a request that was skipped in this step, or preempted."""
         name = request.request_id
-        if is_dummy(name):
-            self.dummies.appendleft(request)
-        elif name in self.lane.started:
+        if name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
             was_running = request.status is RequestStatus.PREEMPTED
@@ -108,25 +101,22 @@ class PrefillQueue(RequestQueue):
 
     def remove_request(self, request: Request) -> None:
         name = request.request_id
-        if self.held_back.pop(name, None) is None and not self.lane.discard(name):
-            for lane in (self.first, self.dummies):
-                if request in lane:
-                    lane.remove(request)
+        is_found = self.held_back.pop(name, None) is not None or self.lane.discard(name)
+        if not is_found and request in self.first:
+            self.first.remove(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.remove_request(request)
 
     def __bool__(self) -> bool:
-        if self._gate.is_shut:
-            return bool(self.dummies)
-        return bool(self.first or self.dummies) or self.lane.may_start()
+        return not self._gate.is_shut and (bool(self.first) or self.lane.may_start())
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.held_back) + len(self.lane.waiting) + len(self.dummies)
+        return len(self.first) + len(self.held_back) + len(self.lane.waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self.first, self.held_back.values(), self.lane, self.dummies)
+        return chain(self.first, self.held_back.values(), self.lane)
 
     # -- ours -------------------------------------------------------------------
 
@@ -160,6 +150,4 @@ class PrefillQueue(RequestQueue):
             return self.first
         if self.lane.may_start():
             return None
-        if self.dummies:
-            return self.dummies
         raise IndexError("nothing to schedule")

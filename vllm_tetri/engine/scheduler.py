@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
-from vllm_tetri.engine.chunk_size import cuts_freely, dummy_request, is_dummy
+from vllm_tetri.engine.chunk_size import cuts_freely
 from vllm_tetri.engine.compat import (
     AsyncScheduler,
     KVConnectorRole,
@@ -52,7 +52,6 @@ from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.policy.step_cost import StepFit
-from vllm_tetri.types import Role
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,8 +112,7 @@ class TetriScheduler(Scheduler):
         self._num_ready = 0  # that this step may admit in addition to started prompts
         self._adapters = AdapterSlots(self.lora_config and self.lora_config.max_loras)
         self._num_decodes = self._decode_tokens = 0  # of this step; they come first in `running`
-        self._padding: Request | None = None
-        self._has_padded = self._is_stuck = False
+        self._is_stuck = False
         # Ranks of a mixture of experts step together: none may make the others wait.
         steps_alone = self.vllm_config.parallel_config.data_parallel_size == 1
         self._arrival_wait_s = ARRIVAL_WAIT_S if steps_alone else 0.0
@@ -167,7 +165,7 @@ class TetriScheduler(Scheduler):
 
     def record_decoded(self, request: Request) -> None:
         """Record the end of a request that was decoded here."""
-        if request.num_output_tokens == 0 or is_dummy(request.request_id):
+        if request.num_output_tokens == 0:
             return
         self.decodes_done += 1
         if has_length(request):
@@ -241,9 +239,6 @@ class TetriScheduler(Scheduler):
             self._shares = share_in_order(prompts, self._chunk_tokens)
         parked = self._endpoint.moves.parked
         self._limited = self._shares.keys() | parked if parked else self._shares
-        is_on = self._config.pad == "on" and self.pause_state is PauseState.UNPAUSED
-        if is_on and self._endpoint.info.role is Role.PREFILL:
-            self._pad()
 
     def _free_per_group(self) -> int:
         """Return how many free blocks there are for each group that grows with its requests;
@@ -334,14 +329,6 @@ class TetriScheduler(Scheduler):
             num_new_tokens = min(num_new_tokens, share)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
-    def _pad(self) -> None:
-        chunk_tokens = self.budget.chunk_tokens
-        missing_tokens = chunk_tokens - self.waiting.lane.unfinished_tokens
-        if 0 < missing_tokens < chunk_tokens:
-            missing_tokens = min(missing_tokens, self.max_model_len - 1)
-            self._padding, self._has_padded = dummy_request(self, missing_tokens), True
-            super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
-
     def _after_schedule(self, output: SchedulerOutput) -> None:
         prompts, is_idle = self.waiting.lane, True
         for request_id in [*prompts.started]:
@@ -353,9 +340,6 @@ class TetriScheduler(Scheduler):
         # Whatever delays the head of the queue, started prompts must continue.
         self._is_stuck = is_idle and not prompts.started.keys() <= self._loading()
         self.preemptions += len(output.preempted_req_ids or ())
-        padding, self._padding = self._padding, None
-        if padding is not None and padding.request_id not in output.num_scheduled_tokens:
-            self.finish_requests(padding.request_id, RequestStatus.FINISHED_ABORTED)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
@@ -366,8 +350,6 @@ class TetriScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         compute_again(self, endpoint.times, model_runner_output.kv_connector_output)
         for each in outputs.values():
-            if self._has_padded:
-                each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
             endpoint.times.end_step(each.outputs)
             endpoint.moves.tell_moved(self.continuations.show(each.outputs))
             if hands_over:

@@ -20,7 +20,7 @@ import aiohttp
 
 from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
 from vllm_tetri.launch.display import Display
-from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
+from vllm_tetri.launch.plan import ChildSpec, LaunchPlan, change_for
 from vllm_tetri.launch.process import ChildProcess
 from vllm_tetri.router.auth import KEY_VARIABLE, fingerprint_of
 from vllm_tetri.transport.segments import abandoned_segments
@@ -76,12 +76,9 @@ class KeptCluster:
         for number in (signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))):
             loop.add_signal_handler(number, self._on_signal, number)
         async with aiohttp.ClientSession() as session:
-            self._instances = [
-                Keeper(each, self, session, self._nodes) for each in self._plan.instances
-            ]
-            self._routers = [
-                Keeper(each, self, session, ChildProcess) for each in self._plan.routers
-            ]
+            plan, nodes = self._plan, self._nodes
+            self._instances = [Keeper(each, self, session, nodes) for each in plan.instances]
+            self._routers = [Keeper(each, self, session, ChildProcess) for each in plan.routers]
             return await self._watch(session)
 
     async def was_drained(self, name: str) -> bool:
@@ -152,19 +149,11 @@ class KeptCluster:
 
     async def _asked(self) -> dict[str, Any]:
         """What a router asks for while all that was asked for is done; empty if nothing."""
+        awaited = {each.spec.name for each in self._instances if each.is_awaited}
         for router in self._routers:
             content = await router.get_json(_INSTANCES)
-            rows, here = content.get("instances", ()), self._here  # others were started by hand
-            models = {server_name(row["id"]): row["model"] for row in rows}
-            is_done = all(row["state"] == "ready" for row in rows)
-            # One that cannot be started again holds up no other.
-            awaited = {each.spec.name for each in self._instances if each.is_awaited}
-            ours = {models[name] for name in here & models.keys()}
-            for change in content.get("changes", ()):
-                drained = change["drained"]
-                is_ours = change["model"] in ours and (not drained or server_name(drained) in here)
-                if is_done and is_ours and awaited <= models.keys():
-                    return dict(change)
+            if change := change_for(self._here, awaited, content):
+                return change
         return {}
 
     async def _run_spare(self, keeper: Keeper) -> None:

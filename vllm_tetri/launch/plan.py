@@ -6,8 +6,9 @@ import argparse
 import os
 import secrets
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import ConfigError
@@ -26,7 +27,7 @@ from vllm_tetri.launch.machine import (
 from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.router import auth
 from vllm_tetri.router.command import objective_of
-from vllm_tetri.types import Mode, Role
+from vllm_tetri.types import Mode, Role, server_name
 
 SERVE = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 ROUTER = (sys.executable, "-P", "-m", "vllm_tetri.cli", "router")
@@ -283,3 +284,18 @@ def _keys(
     key = in_command[0] if in_command else own
     of_routers = ((auth.KEY_VARIABLE, "\n".join(clients)), (auth.INSTANCE_KEY_VARIABLE, key))
     return () if in_command else ((auth.KEY_VARIABLE, key),), of_routers
+
+
+def change_for(here: set[str], awaited: set[str], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a router asks for (`GET /tetri/v1/instances`) of the instances that are `here`,
+    while all are ready, those that are `awaited` included; empty if nothing. Others were started by
+    hand, and may be of another model."""
+    rows = content.get("instances", ())
+    models = {server_name(row["id"]): row["model"] for row in rows}
+    is_done = awaited <= models.keys() and all(row["state"] == "ready" for row in rows)
+    ours = {models[name] for name in here & models.keys()}
+    for change in content.get("changes", ()) if is_done else ():
+        drained = change["drained"]
+        if change["model"] in ours and (not drained or server_name(drained) in here):
+            return dict(change)
+    return {}
