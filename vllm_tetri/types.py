@@ -117,7 +117,7 @@ class Prediction:
 class InstanceState(StrEnum):
     """The state of an instance, as the cluster monitor sees it."""
 
-    STARTING = "starting"  # announced, HTTP not yet answering
+    STARTING = "starting"  # announced, HTTP not answering
     READY = "ready"
     SILENT = "silent"  # no report for longer than the limit; not used
     FLIPPING = "flipping"  # finishes its requests, gets no new ones, then has another role

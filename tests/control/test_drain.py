@@ -46,6 +46,15 @@ async def test_a_deadline_ends_it_and_says_what_was_cut_off() -> None:
         await eventually(lambda: router.members.departed == {"i": "3 requests"})
 
 
+async def test_one_whose_server_does_not_answer_any_more_is_drained() -> None:
+    async with monitor() as router, joined(router.address) as one:
+        await eventually(lambda: states(router))
+        router.members.mark_ready(INFO)
+        router.members.mark_ready(INFO, is_ready=False)
+        router.order_drain(INFO.id, None)
+        await eventually(one.engine.drained.is_set)
+
+
 async def test_sigterm_drains_one_that_may_come_back() -> None:
     unfinished, side = ["2 requests"], FakeRouter()
     async with (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, ask, load, until
-from tests.e2e.cluster import Cluster, Stock, metrics, running
+from tests.e2e.cluster import ByHand, Cluster, Stock, metrics, running
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -92,3 +92,29 @@ async def test_up_lets_requests_end(started: tuple[Cluster, list[Answer]]) -> No
     assert all(map(Answer.same_as, answers, expected))
     assert await asyncio.to_thread(cluster.child.wait, 30) == 0
     print(f"\nup is gone after {time.monotonic() - begin_s:.1f} s")
+
+
+async def test_of_several_api_servers_each_lets_its_requests_end(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    with running(ByHand(tmp_path)) as cluster:
+        cluster.start("a", "both", tiny_llama, "--api-server-count", "2")
+        await until(lambda: cluster.are_ready(1), "it is ready", 180)
+        answers = [Answer() for _ in range(4)]
+        body = completion(20, max_tokens=400, ignore_eos=True, **STREAM)
+        asked = [asyncio.create_task(ask(cluster.url, body, each)) for each in answers]
+        await until(lambda: all(len(each.text) > 20 for each in answers), "streams have begun")
+        cluster.parts["a"].child.send_signal(signal.SIGTERM)
+        await asyncio.gather(*asked)
+        assert all(each.is_complete for each in answers), answers
+
+
+async def test_an_engine_whose_server_is_killed_ends(tiny_llama: Path, tmp_path: Path) -> None:
+    with running(ByHand(tmp_path)) as cluster:
+        cluster.start("a", "both", tiny_llama)
+        await until(lambda: cluster.are_ready(1), "it is ready", 180)
+        server, *engines = cluster.parts["a"].tree()
+        assert engines
+        server.kill()
+        await until(lambda: not cluster.instances(), "it has left", 20)
+        await until(lambda: not any(each.is_running() for each in engines), "its engine ends", 20)

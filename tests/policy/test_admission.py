@@ -109,6 +109,11 @@ def test_blocks_that_others_hold_already_are_not_needed_again() -> None:
     )  # six would grow by a block each, and four are left
 
 
+def test_blocks_that_are_kept_for_a_request_are_not_needed_twice() -> None:
+    pinned = admission(DYNAMIC, [(5, 3)], total_blocks=10, used_blocks=9)
+    assert pinned.admit(85, 4, shared_blocks=8)
+
+
 def test_reserved_blocks_are_what_is_kept_beyond_what_is_held() -> None:
     running = [(20, 10), (20, 30)]
     assert admission(GREEDY, running).reserved_blocks == 0

@@ -146,7 +146,7 @@ class FakeInstance:
         self.handler: Handler | None = None
         self.abilities: dict[str, Any] = {}
         self.is_healthy = True
-        self.num_probes = 0
+        self.num_probes = self.num_asked = 0
         self.metrics = ""
         self.adapters: dict[str, tuple[str, str]] = {}  # path and digest by name
         self.load_gate, self.num_loads = asyncio.Event(), 0  # of orders to load one
@@ -222,6 +222,7 @@ class FakeInstance:
         return web.Response(text=self.metrics)
 
     async def _tell(self, _: web.Request) -> web.Response:
+        self.num_asked += 1
         return web.json_response({"id": self.id, "adapters": self.adapters})
 
     async def _load(self, request: web.Request) -> web.Response:

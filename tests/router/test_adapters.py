@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, pair, ranks
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.types import Role
@@ -52,7 +54,10 @@ async def test_an_instance_that_joins_loads_what_the_others_have() -> None:
         assert (await made.add(FakeInstance("c", Role.BOTH))).adapters == {}
 
 
-async def test_an_instance_that_joins_loads_what_was_loaded_by_a_router_that_is_gone() -> None:
+async def test_an_instance_that_joins_loads_what_was_loaded_by_a_router_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_tetri.router.adapters._ASK_AGAIN_S", -1.0)
     async with cluster(*(FakeInstance(name, Role.BOTH) for name in "ac")) as made:
         made["a"].adapters["lora-a"] = made["c"].adapters["lora-a"] = ("/a", "d")
         made["a"].adapters["lora-b"] = ("/b", "d")  # which not all have
@@ -112,6 +117,22 @@ async def test_an_order_that_a_silent_instance_would_miss_is_refused() -> None:
         await eventually(lambda: made.scheduler.monitor.view_of(made["b"].id).state == "ready")
         assert (await made.ask(LOAD, **ORDER))[0] == 200
         assert made["a"].adapters == made["b"].adapters != {}
+
+
+async def test_an_order_that_a_server_which_does_not_answer_would_miss_is_refused() -> None:
+    async with cluster(*(FakeInstance(name, Role.BOTH) for name in "ab")) as made:
+        await made["b"].stop_http()
+        made.scheduler.doubt(made["b"].info())
+        await eventually(lambda: made.state("b") == "starting")
+        assert (await made.ask(LOAD, **ORDER))[0] == 503
+        await made["b"].start_http()
+        await eventually(lambda: made.state("b") == "ready")
+        assert (await made.ask(LOAD, **ORDER))[0] == 200
+
+
+async def test_instances_that_join_do_not_ask_all_others_each() -> None:
+    async with cluster(*(FakeInstance(f"i{number}", Role.BOTH) for number in range(12))) as made:
+        assert sum(each.num_asked for each in made.instances.values()) < 60
 
 
 async def test_a_server_loads_once_for_all_its_ranks() -> None:

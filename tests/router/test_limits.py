@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually,
 from tests.router.raw import CLOSED, Answer, connected, exchange, post, read_answer
 from vllm_tetri.router import request
 from vllm_tetri.router.auth import Limits
+from vllm_tetri.router.connection import Connection
 
 GOOD = b'{"model":"tiny","prompt":"hello"}'
 QUICK = Limits(head_s=0.2, body_s=0.2, stalled_s=0.2, idle_s=0.3)
@@ -53,9 +56,96 @@ async def test_a_packed_body_is_counted_unpacked() -> None:
         await works(made)
 
 
+async def test_a_body_that_is_packed_without_a_header_is_unpacked() -> None:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    packed = packer.compress(GOOD) + packer.flush()
+    async with cluster(both()) as made:
+        for body in (packed, zlib.compress(GOOD)):
+            answer = await exchange(made, post(body, more="Content-Encoding: deflate\r\n"))
+            assert answer.status == 200
+
+
+UPGRADE = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+
+
+async def test_an_upgrade_is_declined_and_its_body_is_no_request() -> None:
+    """As Java's client asks for one with each request."""
+    inner = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+    chunked = post(b"", more=UPGRADE).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    chunked += b"%x\r\n%b\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+    async with cluster(both()) as made:
+        for data in (post(GOOD, more=UPGRADE), chunked):
+            assert (await exchange(made, data)).status == 200
+            assert made["b"].calls[-1].body["prompt"] == "hello"
+        ends = UPGRADE.replace("Upgrade, HTTP2", "close, Upgrade, HTTP2")
+        async with connected(made) as (reader, writer):
+            writer.write(post(inner, more=ends))
+            assert (await read_answer(reader)).status == 400
+            assert await reader.read() == b""
+        answer = await exchange(
+            made, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab"
+        )
+        assert answer.status == 405
+        await works(made)
+
+
+async def test_trailers_are_bounded() -> None:
+    head = post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    endless = head + b"2\r\n{}\r\n0\r\nX: " + b"a" * 400_000
+    limits = Limits(headers=10, body_s=60.0)
+    async with cluster(both(), limits=limits) as made:
+        assert (await exchange(made, endless)).status == 400
+        await works(made)
+    async with (
+        cluster(both(), limits=limits, keys=("k",)) as made,
+        connected(made) as (reader, writer),
+    ):
+        writer.write(endless)
+        assert (await read_answer(reader)).status == 401
+        assert await reader.read() == b""  # no second response
+
+
+async def test_so_many_requests_may_be_sent_ahead() -> None:
+    (one,) = held_back(both())
+    async with cluster(one) as made, connected(made) as (reader, writer):
+        writer.write(post(GOOD))
+        await eventually(lambda: one.calls)
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" * 300)
+        await asyncio.sleep(0)
+        one.chunk_gate.set()
+        statuses = [(await read_answer(reader)).status for _ in range(258)]
+        assert statuses == [200] * 257 + [400]
+        assert await reader.read() == b""
+
+
+async def test_a_client_that_leaves_ends_its_request_though_another_one_waits_behind() -> None:
+    (one,) = held_back(both())
+    async with cluster(one) as made, connected(made) as (_, writer):
+        writer.write(post(GOOD) * 2)
+        await eventually(lambda: one.calls)
+        writer.transport.abort()
+        await eventually(lambda: not len(made.scheduler.table))
+
+
+async def test_nothing_of_a_connection_is_left_to_the_garbage_collector() -> None:
+    async with cluster(both(), limits=Limits(body_bytes=10)) as made:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                assert (await exchange(made, post(GOOD)[:-1])).status == 413
+            await made.client.close()
+            await eventually(lambda: not made.listener.connections)
+            await eventually(lambda: not any(type(each) is Connection for each in gc.get_objects()))
+        finally:
+            gc.enable()
+
+
 @pytest.mark.parametrize(
     "data",
     [
+        post(gzip.compress(GOOD) + b"x", more="Content-Encoding: gzip\r\n"),
+        post(gzip.compress(GOOD) * 2, more="Content-Encoding: gzip\r\n"),
         post(b"no gzip", more="Content-Encoding: gzip\r\n"),
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],

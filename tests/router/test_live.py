@@ -227,6 +227,24 @@ async def test_a_request_that_has_just_come_is_served_though_the_router_ends() -
     writer.close()
 
 
+async def test_a_response_that_is_not_sent_yet_is_sent_though_the_router_ends() -> None:
+    with socket.socket() as page:
+        page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with door() as (_, listener, _):
+            listener.stop_s = 60.0
+            page.connect(listener.address)
+            await eventually(lambda: listener.connections)
+            (connection,) = listener.connections
+            stream = connection.transport
+            assert stream is not None
+            stream.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            page.sendall(b"GET / HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n")
+            await eventually(lambda: stream.get_write_buffer_size() and not connection.task)
+            reading = asyncio.create_task(asyncio.to_thread(page.makefile("rb").read))
+        assert not stream.get_write_buffer_size()
+        assert b"</html>" in await reading
+
+
 def ended(at_s: float, outcome: str = "ok", **more: Any) -> Ended:
     """A request of a second with a first token after 0.2 s and eight more."""
     usual: dict[str, Any] = dict.fromkeys(Ended.__annotations__)

@@ -43,6 +43,7 @@ class _Member:
     load: InstanceLoad = field(default_factory=InstanceLoad)
     seq: int = 0
     is_ready: bool = False
+    was_ready: bool = False  # at any time: its server has started
     reports_draining: bool = False
     drain_by_s: float | None = None  # asked to drain by then, which may be infinity
     epoch: int = 0
@@ -172,7 +173,7 @@ class Membership:
         orders: list[Drain | FlipRole] = []
         by_s, order = member.drain_by_s, member.order
         # vLLM's server ends in good order only when it has started.
-        if by_s is not None and not member.reports_draining and member.is_ready:
+        if by_s is not None and not member.reports_draining and member.was_ready:
             orders.append(Drain(None if by_s == math.inf else max(0.0, by_s - now)))
         if order is not None and order.deadline_s is not None:
             left_s = member.ordered_s + order.deadline_s - now
@@ -229,7 +230,8 @@ class Membership:
         """Record that its HTTP server answered, or that it does not; ignored for a process that is
         no member."""
         if self.is_known(info):
-            self._members[info.id].is_ready = is_ready
+            member = self._members[info.id]
+            member.is_ready, member.was_ready = is_ready, member.was_ready or is_ready
 
     def record_adapters(self, info: InstanceInfo, adapters: dict[str, Adapter]) -> None:
         """Record which LoRA adapters it has; ignored for a process that is no member."""
@@ -240,6 +242,11 @@ class Membership:
 
     def is_ready(self, info: InstanceInfo) -> bool:
         return self.is_known(info) and self._members[info.id].is_ready
+
+    def is_doubted(self, info: InstanceInfo) -> bool:
+        """Whether its HTTP server answers no more, but may again."""
+        member = self._members.get(info.id)
+        return member is not None and member.was_ready and not member.is_ready
 
     def is_known(self, info: InstanceInfo) -> bool:
         """Whether this very process is a member, even if it is silent at the moment."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -102,7 +103,8 @@ class LoadReader:
     def __init__(self) -> None:
         own = psutil.Process()
         self._processes = [own, *filter(None, [own.parent()])]  # the API server started it
-        self._parent_pid = os.getppid()
+        # 0: of no engine process, but a program of the user's.
+        self._parent_pid = os.getppid() if multiprocessing.parent_process() is not None else 0
         self._leaking_since: dict[str, float] = {}
         self._leaks: tuple[str, ...] = ()  # as last logged
 
@@ -185,10 +187,10 @@ class LoadReader:
         return {"queued_prefill_tokens": tokens, "queued_context": context}
 
     def _end_without_parent(self) -> None:
-        """End this process in order if the API server that started it was killed: no request can
+        """End this process in order if `vllm serve` was killed, which started it: no request can
         come any more, and the router would go on sending them."""
-        if (pid := os.getppid()) != self._parent_pid:
-            self._parent_pid = pid
+        if self._parent_pid and self._parent_pid != os.getppid():
+            self._parent_pid = 0
             logger.error("The process that started this engine is gone, so it ends.")
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -51,8 +51,12 @@ class TetriMiddleware:
         if scope["type"] == "lifespan":
             # No argument of vLLM's chooses the class, and nothing has been counted yet.
             scope["app"].state.engine_client.output_processor.__class__ = CountsOnce
+            server = scope["app"].state.server
             if multiprocessing.parent_process() is None:
-                drain_on_sigterm(scope["app"].state.server, _config_of(scope).drain_s)
+                drain_on_sigterm(server, _config_of(scope).drain_s)
+            else:  # one of several: `vllm serve` waits for it, for --shutdown-timeout at most
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

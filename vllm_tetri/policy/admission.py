@@ -144,7 +144,7 @@ class Admission:
             return True
         free_blocks = self._free_blocks(tokens)
         used_blocks = self._used_blocks - (-tokens // self._size) - self._given_blocks
-        limit_blocks = used_blocks + free_blocks + min(0, self._shared_blocks)
+        limit_blocks = used_blocks + free_blocks + min(0, self._shared_blocks + self._given_blocks)
         batch = sorted([*self._batch, (tokens, remaining_tokens)], key=_by_end)
         return free_blocks >= 0 and not any(self._peaks(batch, limit_blocks, remaining_tokens))
 

@@ -52,7 +52,7 @@ class Adapters:
         self._loaded: dict[str, bytes] = {}  # orders by name of the adapter
         self._headers = {"content-type": "application/json"}
         self._turn = asyncio.Lock()  # of orders
-        self._asked_s = -inf
+        self._asked_s = self._welcomed_s = -inf
         self._looking: asyncio.Task[None] | None = None
 
     async def order(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
@@ -105,7 +105,9 @@ class Adapters:
         go to those in use alone, so it gets what they changed until nothing has."""
         given: dict[str, bytes] = {}
         async with self._turn:
-            await asyncio.gather(*map(self._learn, self._serving()))
+            if time.monotonic() - self._welcomed_s > _ASK_AGAIN_S:  # many join a new router
+                self._welcomed_s = time.monotonic()
+                await asyncio.gather(*map(self._learn, self._serving()))
             missing = self._common(info).keys() - await self._learn(info) - self._loaded.keys()
         while True:
             async with self._turn:
@@ -169,8 +171,11 @@ class Adapters:
 
     def _refuse_if_silent(self) -> None:
         """Raise `Refusal` 503 while an instance is silent: it would come back without the order."""
-        views = self._monitor.view().instances
-        silent = [each.info.id for each in views if each.state is InstanceState.SILENT]
+        views, is_doubted = self._monitor.view().instances, self._monitor.members.is_doubted
+        is_silent = InstanceState.SILENT
+        silent = [
+            each.info.id for each in views if each.state is is_silent or is_doubted(each.info)
+        ]
         if silent:
             names = ", ".join(silent)
             raise Refusal(503, f"{names} is silent; try again when it is back, or has left")

@@ -17,9 +17,11 @@ from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.incoming import ClientRequest
 from vllm_tetri.router.replies import Reply, Response, StreamedResponse, refused
+from vllm_tetri.router.request import head_of
 
 _LINGER_S = 2.0  # how long a refused body is still read, so that the response arrives
 _MAX_UNREAD_BYTES = 1 << 17  # of a body, before reading pauses
+_MAX_WAITING = 256  # requests that a client sends ahead; from an eighth on reading pauses
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -35,6 +37,8 @@ class Connection:
 
     `admitted` holds all connections that are open and not one too many.
     """
+
+    __deletable__ = ("_parser",)  # for mypyc
 
     def __init__(
         self, app: Application, limits: Limits, admitted: set[Connection], limit_log: LimitLog
@@ -137,6 +141,8 @@ class Connection:
         self.transport = None
         self._admitted.discard(self)
         self._waiting.clear()
+        self._incoming = None
+        del self._parser  # it holds methods of this: only the garbage collector would free the two
         self._wake()
         if self.task is not None:
             self.task.cancel()
@@ -170,20 +176,25 @@ class Connection:
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            if self._incoming is not None:
-                self._incoming.end(is_broken=True)
-                self._incoming, self._is_last = None, True
+            self._break_body()
             words = str(error).partition("\n")[0][:200]
             self._find_fault(400, f"not HTTP/1.1: {words}")
-        if self._is_in_head:
+        if self._is_in_head or self._incoming is not None:  # trailers are parts of a head, too
             self._head_bytes += len(data)
             most = limits.url_bytes + limits.headers * limits.header_bytes
             if self._head_bytes > most:
+                self._break_body()
                 self._find_fault(431, f"the head of the request exceeds {most} bytes")
         if self._serving is None:
             self._tell_fault()
         elif self._waiting or self._incoming is not None:
             self._set_reading()
+
+    def _break_body(self) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            incoming.end(is_broken=True)
+            self._is_last = True
 
     def _is_deaf(self) -> bool:
         return self._problem is not None or (self._is_last and self._incoming is None)
@@ -193,7 +204,7 @@ class Connection:
             self._problem = Refusal(status, words)
 
     def _tell_fault(self) -> None:
-        if self._problem is not None:
+        if self._problem is not None and not self._is_lingering:  # else it has a response
             self._refuse(self._problem)
 
     def _feed(self, data: bytes) -> None:
@@ -201,8 +212,16 @@ class Connection:
             try:
                 self._parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as upgrade:  # which may be ignored
-                data = data[upgrade.args[0] :]
+            except httptools.HttpParserUpgrade as upgrade:  # which is declined
+                if self._problem is not None:
+                    return
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+
+    def _without_upgrade(self) -> bytes:
+        """Render the head once more: the parser took it for the whole message, body or not."""
+        method, version = self._parser.get_method().decode(), self._parser.get_http_version()
+        kept = {name: each for name, each in self._headers.items() if name != "upgrade"}
+        return head_of(f"{method} {self._target.decode('latin-1')} HTTP/{version}", kept)
 
     def _set_reading(self) -> None:
         """Read on, unless enough is there that no handler has taken."""
@@ -210,7 +229,7 @@ class Connection:
         if transport is None or transport.is_closing():
             return
         is_full = incoming is not None and incoming.num_unread > _MAX_UNREAD_BYTES
-        if (is_full or self._waiting) and not self._is_lingering:
+        if (is_full or len(self._waiting) > _MAX_WAITING // 8) and not self._is_lingering:
             transport.pause_reading()
         elif not transport.is_reading():
             transport.resume_reading()
@@ -239,8 +258,13 @@ class Connection:
         headers[key] = f"{headers[key]}, {text}" if key in headers else text
 
     def on_headers_complete(self) -> None:
-        self._is_in_head, self._head_since_s = False, None
-        if self._is_deaf():
+        self._is_in_head, self._head_since_s, self._head_bytes = False, None, 0
+        if self._parser.should_upgrade() and self._parser.get_method() == b"CONNECT":
+            self._find_fault(405, "CONNECT: this is no proxy")
+        if self._is_deaf() or self._parser.should_upgrade():
+            return  # in the latter case the head comes once more, without that
+        if len(self._waiting) >= _MAX_WAITING:
+            self._find_fault(400, f"more than {_MAX_WAITING} requests were sent ahead")
             return
         parser, target = self._parser, self._target.decode("utf-8", "surrogateescape")
         is_old = parser.get_http_version() != "1.1"
@@ -263,6 +287,7 @@ class Connection:
         self._serve_next()
 
     def on_body(self, part: bytes) -> None:
+        self._head_bytes = 0
         if self._incoming is not None and not self._is_lingering:
             self._incoming.feed(part)
 
@@ -310,7 +335,7 @@ class Connection:
             return
         if not is_served:  # the client must not take what it has for all
             transport.abort()
-        elif request is self._incoming:
+        elif not request.is_complete:
             self._is_last = self._is_lingering = True
             self._loop.call_later(_LINGER_S, transport.close)
             self._set_reading()

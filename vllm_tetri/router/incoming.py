@@ -133,14 +133,18 @@ class BodyReader:
 
     async def _read_slowly(self, request: ClientRequest) -> bytes:
         limits, begun_s = self._limits, asyncio.get_running_loop().time()
-        is_packed = request.headers.get("content-encoding", "").lower() in ("gzip", "deflate")
-        packer = zlib.decompressobj(_ANY_HEADER) if is_packed else None
-        body = bytearray()
+        encoding = request.headers.get("content-encoding", "").lower()
+        body, packer = bytearray(), None
         try:
             async with asyncio.timeout(limits.body_s) as deadline:
                 while part := await request.read_some():
+                    if packer is None and encoding in ("gzip", "deflate"):
+                        is_bare = encoding == "deflate" and part[0] & 15 != zlib.DEFLATED
+                        packer = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _ANY_HEADER)
                     for each in [part] if packer is None else _unpacked(packer, part):
                         body += self._hold(request, each, len(body))
+                        if packer is not None:
+                            await asyncio.sleep(0)  # a few bytes may be megabytes
                     more_s = len(body) / limits.least_bytes_per_s
                     deadline.reschedule(begun_s + limits.body_s + more_s)
         except TimeoutError as error:
@@ -169,4 +173,6 @@ class BodyReader:
 def _unpacked(packer: zlib._Decompress, part: bytes) -> Iterator[bytes]:
     while part:
         yield packer.decompress(part, _UNPACKED_BYTES)
+        if packer.unused_data:
+            raise zlib.error("more follows its end")
         part = packer.unconsumed_tail

@@ -121,13 +121,13 @@ class Liveness:
             shared(self._probes, (info.id, info.pid, info.url), self._doubt(info))
 
     async def _doubt(self, info: InstanceInfo) -> None:
-        if await self._upstream.is_healthy(info.url, _TIMEOUT_S):
-            return
+        is_healthy = await self._upstream.is_healthy(info.url, _TIMEOUT_S)
         view = self._monitor.view_of(info.id)
-        if view is not None and view.state is InstanceState.READY:
+        if not is_healthy and view is not None and view.state is InstanceState.READY:
             words = "%s reports its load, but %s/health does not answer: it gets no requests until"
             _log.warning(f"{words} that does.", info.id, info.url)
             self._monitor.members.mark_ready(info, is_ready=False)
+        if not self._monitor.members.is_ready(info):  # also if it has joined anew meanwhile
             await self._probe(info)
 
     async def _probe(self, info: InstanceInfo) -> None:

@@ -121,6 +121,7 @@ class Relay:
             raise Refusal(500, error.internal) from error
 
     async def _attempt(self, may_split: bool) -> Reply:
+        self.output.is_unproved = False
         if (successor := self._mover.take()) is not None:
             self._writer, response = successor
             return await self.output.receive(self._writer, response)
@@ -284,8 +285,8 @@ class Relay:
     ) -> HttpResponse:
         response = await self._early if self._early is not None else None
         self._early = None  # not before: if this is cancelled, its response has an owner
+        self.output.is_unproved = response is not None  # it was opened without the first token
         if response is not None:
-            self.output.is_unproved = True  # it was opened without the first token
             return response
         body = self._request.decode_body(params, prompt_token_ids, instance)
         return await self._send(instance, body)
