@@ -219,7 +219,7 @@ async def test_a_request_that_has_just_come_is_served_though_the_router_ends() -
         reader, writer = await asyncio.open_connection(*listener.address)
         sending = (await asyncio.open_connection(*listener.address))[1]
         sending.write(post(b'{"model": ')[:-1])
-        await eventually(lambda: any(each.is_receiving for each in listener.connections))
+        await eventually(lambda: any(not each.is_idle for each in listener.connections))
         (idle,) = (each for each in listener.connections if each.is_idle)
         idle.data_received(b"GET /livez HTTP/1.1\r\nHost: r\r\n\r\n")
         asyncio.get_running_loop().call_later(1.0, sending.close)

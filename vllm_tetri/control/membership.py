@@ -63,12 +63,10 @@ class _Member:
 
     @property
     def state(self) -> InstanceState:
-        if self.drain_by_s is not None or self.reports_draining:
+        if self.is_draining:
             return InstanceState.DRAINING
         if not self.is_ready:
             return InstanceState.STARTING
-        if self.order is None and self.flip is None:
-            return InstanceState.READY
         return InstanceState.FLIPPING if self.is_flipping else InstanceState.READY
 
     def newest_flip(self, now: float) -> Flip | None:

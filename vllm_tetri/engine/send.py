@@ -351,15 +351,15 @@ class SendSide:
         """Start anew with a prompt that lost its blocks and will be computed again."""
         send = self._sends.get(request_id)
         if send is not None and send.block_ids is None and not send.freeing:
-            if send.round:
-                self._start_anew(send)
-            send.is_read, send.ready_tokens, send.dispatch = False, 0, None
-            send.restart(0.0)
+            self._start_anew(send)
+            send.is_read, send.ready_tokens = False, 0
 
     def _start_anew(self, send: Send) -> None:
-        """Take a transfer back; the next chunk chooses an instance again."""
-        self._stops.append(send.request.request_id)
-        send.attempt, send.dispatch = min(send.attempt + 1, MAX_ATTEMPTS - 1), None
+        """Take a transfer back, if there is one; the next chunk chooses an instance again."""
+        if send.round:
+            self._stops.append(send.request.request_id)
+            send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
+        send.dispatch = None
         send.restart(0.0)
 
     def distrust(self, block_ids: set[int]) -> None:

@@ -151,8 +151,7 @@ class Lengths:
             factor, count = self._factor(lengths), len(lengths)
             first = bisect_right(lengths, produced_tokens / factor)
             if left := lengths[first:]:
-                if left[-1] * factor > most_tokens:
-                    left = tuple([min(each, most_tokens / factor) for each in left])
+                left = _up_to(left, most_tokens / factor)
                 total = round(sum(left) * factor / len(left))
                 num_heavy = count - max(first, bisect_right(lengths, HEAVY_TOKENS / factor))
                 is_long = most_tokens > HEAVY_TOKENS
@@ -210,11 +209,11 @@ def _bounded(shift: float) -> float:
     return max(-_MOST_SHIFT, min(_MOST_SHIFT, shift))
 
 
-def _up_to(lengths: tuple[float, ...], most_tokens: int) -> tuple[float, ...]:
+def _up_to(lengths: tuple[float, ...], most_tokens: float) -> tuple[float, ...]:
     """Return lengths as they are if outputs end at `most_tokens`."""
     if lengths[-1] <= most_tokens:
         return lengths
-    return tuple([min(each, float(most_tokens)) for each in lengths])
+    return tuple([min(each, most_tokens) for each in lengths])
 
 
 class _Histogram:

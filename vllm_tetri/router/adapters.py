@@ -172,9 +172,10 @@ class Adapters:
     def _refuse_if_silent(self) -> None:
         """Raise `Refusal` 503 while an instance is silent: it would come back without the order."""
         views, is_doubted = self._monitor.view().instances, self._monitor.members.is_doubted
-        is_silent = InstanceState.SILENT
         silent = [
-            each.info.id for each in views if each.state is is_silent or is_doubted(each.info)
+            each.info.id
+            for each in views
+            if each.state is InstanceState.SILENT or is_doubted(each.info)
         ]
         if silent:
             names = ", ".join(silent)

@@ -18,6 +18,7 @@ from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.incoming import ClientRequest
 from vllm_tetri.router.replies import Reply, Response, StreamedResponse, refused
 from vllm_tetri.router.request import head_of
+from vllm_tetri.router.response import wake
 
 _LINGER_S = 2.0  # how long a refused body is still read, so that the response arrives
 _MAX_UNREAD_BYTES = 1 << 17  # of a body, before reading pauses
@@ -47,7 +48,7 @@ class Connection:
         self._limit_log, self._loop = limit_log, asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self.writing_paused = False
-        self._drained: asyncio.Future[None] | None = None  # of the task that serves
+        self._drained: asyncio.Future[bool] | None = None  # of the task that serves
         self._parser = httptools.HttpRequestParser(self)
         # Of the head that is parsed.
         self._target, self._headers, self._num_headers = b"", dict[str, str](), 0
@@ -65,14 +66,14 @@ class Connection:
         self._unread_bytes = 0  # how many were at that time
 
     @property
-    def is_receiving(self) -> bool:
-        """Whether a part of a request's body is still to come."""
-        return self._serving is not None and not self._serving.is_complete
-
-    @property
     def is_idle(self) -> bool:
         """Whether no request has come that has no response."""
         return self._serving is None
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes wait for the client to read."""
+        return self.transport is not None and self.transport.get_write_buffer_size() > 0
 
     def close_when_idle(self) -> None:
         """Close now, or after the response to the request that is served."""
@@ -143,7 +144,7 @@ class Connection:
         self._waiting.clear()
         self._incoming = None
         del self._parser  # it holds methods of this: only the garbage collector would free the two
-        self._wake()
+        wake(self._drained)
         if self.task is not None:
             self.task.cancel()
 
@@ -157,20 +158,14 @@ class Connection:
 
     def resume_writing(self) -> None:
         self.writing_paused, self._unread_since_s = False, None
-        self._wake()
+        wake(self._drained)
         if self._waiting:
             self._serve_next()
             self._set_reading()
 
-    def _wake(self) -> None:
-        drained, self._drained = self._drained, None
-        if drained is not None and not drained.done():
-            drained.set_result(None)
-
     def data_received(self, data: bytes) -> None:
         if self._is_deaf():
             return
-        limits = self._limits
         if self._serving is None and self._head_since_s is None:
             self._head_since_s = self._loop.time()
         try:
@@ -180,7 +175,7 @@ class Connection:
             words = str(error).partition("\n")[0][:200]
             self._find_fault(400, f"not HTTP/1.1: {words}")
         if self._is_in_head or self._incoming is not None:  # trailers are parts of a head, too
-            self._head_bytes += len(data)
+            self._head_bytes, limits = self._head_bytes + len(data), self._limits
             most = limits.url_bytes + limits.headers * limits.header_bytes
             if self._head_bytes > most:
                 self._break_body()

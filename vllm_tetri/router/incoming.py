@@ -10,6 +10,7 @@ from typing import Protocol
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.response import wake
 
 CONTINUE = "100-continue"
 _ANY_HEADER = 32 + zlib.MAX_WBITS  # zlib's word for: gzip or zlib, as the first bytes say
@@ -66,18 +67,18 @@ class ClientRequest:
         self.expects = headers.get("expect", "").lower() if not is_old else ""
         self.invites = self.expects == CONTINUE
         self._parts: list[bytes] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
 
     def feed(self, part: bytes) -> None:
         """Take a part of the body."""
         self._parts.append(part)
         self.num_unread += len(part)
-        self._wake()
+        wake(self._waiter)
 
     def end(self, *, is_broken: bool = False) -> None:
         """Note that the body has ended, or that no more of it can be read."""
         self.is_complete, self._is_broken = not is_broken, is_broken
-        self._wake()
+        wake(self._waiter)
 
     def take(self) -> bytes:
         """Return all bytes of the body that have come since the last call."""
@@ -94,11 +95,6 @@ class ClientRequest:
             self.connection.want_body(self)
             await self._waiter
         return self.take()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
 
 class BodyReader:

@@ -150,7 +150,7 @@ class HttpResponse:
             return None
         loop = asyncio.get_running_loop()
         self._take, self._waiter = None, loop.create_future()
-        return self._connection.begin_flow(target, rules, partial(_wake, self._waiter))
+        return self._connection.begin_flow(target, rules, partial(wake, self._waiter))
 
     async def flows(self) -> None:
         """Wait until a flow stops; the rest of the body is to be read."""
@@ -231,8 +231,9 @@ def _media_type(value: str) -> str:
     return kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
 
 
-def _wake(waiter: asyncio.Future[bool]) -> None:
-    if not waiter.done():
+def wake(waiter: asyncio.Future[bool] | None) -> None:
+    """Let a task go on that waits, if one still does."""
+    if waiter is not None and not waiter.done():
         waiter.set_result(True)
 
 

@@ -39,8 +39,6 @@ POISON = "poison_request"
 # The same process cannot crash twice, but in a container the next one may have the same number.
 _RESTART_S = 10.0
 
-_NONE = frozenset[InstanceId]()
-
 _log = logging.getLogger(__name__)
 
 
@@ -168,7 +166,7 @@ class Attempts:
     def excluded(self, within_s: float = inf) -> frozenset[InstanceId]:
         """Return the instances that failed lately, unless other processes replaced them."""
         if not self._failed:
-            return _NONE
+            return frozenset()
         since_s, info = time.monotonic() - within_s, self._instances.info
         return frozenset(
             name

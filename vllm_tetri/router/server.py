@@ -103,26 +103,18 @@ async def _stop(app: App, connections: set[Connection], until_s: float) -> None:
     """Let requests end that have begun, then close all connections."""
     app.end_streams()
     loop = asyncio.get_running_loop()
-    while any(each.task for each in connections) and loop.time() < until_s:
+    while True:
         for each in [*connections]:
             each.close_when_idle()
-        tasks = [each.task for each in connections if each.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LOOK_AGAIN_S)
-    for each in [*connections]:
-        each.close_when_idle()
-    while any(map(_has_unsent, connections)) and loop.time() < until_s:
+        is_busy = any(each.task or each.has_unsent for each in connections)
+        if not is_busy or loop.time() >= until_s:
+            break
         await asyncio.sleep(_LOOK_AGAIN_S)
     tasks = [each.task for each in connections if each.task is not None]
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
-
-
-def _has_unsent(connection: Connection) -> bool:
-    stream = connection.transport
-    return stream is not None and stream.get_write_buffer_size() > 0
 
 
 async def _watch(connections: set[Connection], limits: Limits) -> None:
